@@ -72,7 +72,7 @@ def attend(q, stored: StoredKV, batch: PagedBatch, spec: MaskSpec, options: Soft
     """`paged_attention` of bundled arguments."""
     *token_axes, num_heads, head_dim = q.shape
     tables, lengths, new, offsets, _ = batch
-    window, chunk, sink_tokens, causal, mask, spans, tree, blocks = (
+    window, chunk, sink_tokens, causal, mask, spans, tree, blocks, tokens = (
         getattr(spec, field.name) for field in dataclasses.fields(spec)
     )
     soft_cap, sinks, alibi, return_lse = options.soft_cap, options.sinks, options.alibi, options.return_lse
@@ -101,6 +101,8 @@ def attend(q, stored: StoredKV, batch: PagedBatch, spec: MaskSpec, options: Soft
         highest = jax.lax.cummax(jnp.pad(blocks, ((0, 0), (1, 0)), constant_values=-1)[:, :-1], axis=1)
         listed = jnp.where(blocks > highest, blocks, -1)
         seen &= (context[..., None] // stored.kv.shape[3] == listed[token.row][..., None, :]).any(axis=-1)
+    if tokens is not None:
+        seen &= (context[..., None] == tokens[..., None, :]).any(axis=-1)
     seen &= token.valid[..., None]
     if mask is not None:
         in_mask = jnp.zeros(seen.shape, bool).at[..., : mask.shape[-1]].set(mask[..., : seen.shape[-1]])

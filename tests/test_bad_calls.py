@@ -4,6 +4,8 @@ Each is one sentence that names the argument, and the state is valid after it. (
 checkpoints stand with them.)
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from checksum_model import Checksum
 
 import jaxkv
 import jaxkv.convert
+import jaxkv.scores
 
 LAYER = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
 CONFIG = jaxkv.CacheConfig(layers=(LAYER,), max_seqs=2, max_seq_len=64, num_blocks=8, dtype="float32")
@@ -32,6 +35,16 @@ def config(**fields):
     return jaxkv.CacheConfig(**{"layers": (LAYER,), "max_seqs": 2, "max_seq_len": 64, "num_blocks": 8} | fields)
 
 
+@functools.cache
+def indexed():
+    return jaxkv.extend(jaxkv.init(config(layers=(layer(index_dim=4),))), [3, 3])
+
+
+def choose(**arguments):
+    given = {"q": np.ones((2, 3, 2, 4), np.float32), "weights": np.ones((2, 3, 2), np.float32), "top_k": 2}
+    return jaxkv.scores.indexer(indexed(), layer=0, **given | arguments)
+
+
 def without(values, *right):
     return [v for v in values if not any(v is r for r in right)]
 
@@ -46,6 +59,13 @@ CALLS = {
     "num_kv_heads": (lambda c, p, x: layer(num_kv_heads=x), NO_SIZES),
     "head_dim": (lambda c, p, x: layer(head_dim=x), NO_SIZES),
     "window": (lambda c, p, x: layer(window=x), without(NO_SIZES, None)),
+    "index_dim": (lambda c, p, x: layer(index_dim=x), without(NO_SIZES, None)),
+    "plan_step top_k": (lambda c, p, x: jaxkv.plan_step(c, (2, 3), top_k=x), without(NO_SIZES, None)),
+    "index_k": (lambda c, p, x: jaxkv.write_index(indexed(), x, layer=0), NO_ARRAYS),
+    "tokens": (lambda c, p, x: jaxkv.attend(ONES, c, layer=0, tokens=x), without(NO_ARRAYS, None)),
+    "indexer top_k": (lambda c, p, x: choose(top_k=x), NO_SIZES),
+    "indexer q": (lambda c, p, x: choose(q=x), NO_ARRAYS),
+    "indexer weights": (lambda c, p, x: choose(weights=x), NO_ARRAYS),
     "shares_with": (lambda c, p, x: layer(shares_with=x), without(NO_SIZES, None, 0)),
     "LayerConfig.dtype": (lambda c, p, x: layer(dtype=x), ["int3", "", 1, [], {}, object(), "float64", np.int32]),
     "layers": (lambda c, p, x: config(layers=x), without(NO_SIZES, (LAYER,))),

@@ -10,11 +10,13 @@ Scores rate each token that a layer holds, `f32[S, K, C]`, for `jaxkv.evict(cach
 Budgets set the number of tokens to keep: `uniform` a share or a number in each row, `pyramid` more in the first layers
 than in the last, `ada` lets the heads of a layer compete. Any function that returns such an array can be a score.
 
-`quest` evicts nothing: it selects the blocks most relevant to a step's queries, for `jaxkv.attend(blocks=)`.
+`quest` evicts nothing: it selects the blocks most relevant to a step's queries, for `jaxkv.attend(blocks=)`. `indexer`
+chooses tokens, by index keys of their own, for `jaxkv.attend(tokens=)`.
 """
 
 from jaxkv.scores._blocks import quest as quest
 from jaxkv.scores._budgets import ada as ada, pyramid as pyramid, uniform as uniform
+from jaxkv.scores._indexer import indexer as indexer
 from jaxkv.scores._tokens import (
     expected_attention as expected_attention,
     keydiff as keydiff,
@@ -26,6 +28,6 @@ from jaxkv.scores._tokens import (
 )
 
 __all__ = [
-    "ada", "expected_attention", "keydiff", "knorm", "observed_attention", "pyramid", "quest", "snapkv",
+    "ada", "expected_attention", "indexer", "keydiff", "knorm", "observed_attention", "pyramid", "quest", "snapkv",
     "streaming_llm", "tova", "uniform",
 ]  # fmt: skip

@@ -199,6 +199,7 @@ def _check_variants(call: Call) -> None:
         raise ValueError(
             f"shared must be i32[4, {rows}], as find_shared returns it, not {shared.dtype}{list(shared.shape)}."
         )
+    _check_tokens_option(call)
     for name, flag in {"causal": mask.causal, "deterministic": options.deterministic}.items():
         if not isinstance(flag, bool | np.bool):
             raise ValueError(f"{name} must be True or False, not {flag!r}.")
@@ -214,6 +215,24 @@ def _check_variants(call: Call) -> None:
         raise ValueError(
             f"causal=False lets every query see the whole row, and gives it no position to measure {measured[0]} "
             f"from: leave {measured[0]} out, or say what is seen with mask."
+        )
+
+
+def _check_tokens_option(call: Call) -> None:
+    """Raise for `tokens` of another shape, or beside what says otherwise which tokens are seen."""
+    tokens, axes, mask = call.mask.tokens, call.q.shape[:-2], call.mask
+    if tokens is None:
+        return
+    if getattr(tokens, "dtype", None) != jnp.int32 or len(tokens.shape) != len(axes) + 1 or tokens.shape[:-1] != axes:
+        given = f"{tokens.dtype}{list(tokens.shape)}" if hasattr(tokens, "shape") else type(tokens).__name__
+        raise ValueError(
+            f"tokens must be i32[{', '.join(map(str, axes))}, n], the positions that each token of q attends to, not "
+            f"{given}."
+        )
+    others = {name: getattr(mask, name) for name in ("tree", "spans", "mask", "blocks")}
+    if beside := [name for name, x in others.items() if x is not None]:
+        raise ValueError(
+            f"tokens says by itself what each token sees, and cannot be combined with {beside[0]}: leave one out."
         )
 
 

@@ -31,6 +31,7 @@ def cascade_refusal(implementation: str, call: Call) -> str | None:
     """
     mask, options = call.mask, call.options
     alone = {"deterministic": options.deterministic or None, "blocks": mask.blocks, "sink_tokens": mask.sink_tokens}
+    alone["tokens"] = mask.tokens
     for name, x in alone.items():
         if x is not None:
             return f"With {name} every row is read by itself."

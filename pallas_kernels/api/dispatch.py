@@ -41,7 +41,7 @@ from pallas_kernels.common.batch import Call, StoredKV, bundle_call
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, soft_cap=None,
     window=None, sinks=None, mask=None, return_lse=False, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None, deterministic=False, sink_tokens=None, shared=None, stripe=None, implementation=None,
+    blocks=None, deterministic=False, sink_tokens=None, shared=None, stripe=None, tokens=None, implementation=None,
 ):  # fmt: skip
     """Causal attention of a step's tokens over the blocks of their rows.
 
@@ -95,6 +95,9 @@ def paged_attention(
       stripe: `i32[2]`, (number, count): of every block the pool holds one of `count` equal runs of tokens, this one;
         `block_size` in `kv` is a run's. The result is the attention over these tokens alone, for `merge_attention`.
         Decode steps in which a token sees its whole row run in any backend, others in XLA.
+      tokens: `i32[S, T, n]` or `i32[N, n]`: of its row each token sees only those at these positions that it would see
+        otherwise, each once; others, such as -1, are no tokens. Work and bytes go by n. Not with `mask`, `spans`,
+        `tree` or `blocks`. XLA runs it.
       return_lse: also return the natural logarithm of the softmax's denominator, its sink included.
       implementation: None picks the kernels of the platform, and XLA where they do not fit; a name insists.
 
@@ -120,7 +123,7 @@ def paged_attention(
         q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, kind=kind, rank=rank,
         scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse, alibi=alibi,
         spans=spans, tree=tree, causal=causal, chunk=chunk, blocks=blocks, deterministic=deterministic,
-        sink_tokens=sink_tokens, shared=shared, stripe=stripe,
+        sink_tokens=sink_tokens, shared=shared, stripe=stripe, tokens=tokens,
     )  # fmt: skip
     check_pool(call.stored, call.batch)
     check_format(call.stored, q.shape[-1])
@@ -172,8 +175,8 @@ def write_and_attend(
     """`write_kv`, then `paged_attention` over the result; in one kernel where a backend has one.
 
     Args:
-      **variants: `alibi`, `spans`, `tree`, `causal`, `chunk`, `blocks`, `deterministic`, `sink_tokens`, `shared` and
-        `stripe`; all arguments are as in those two.
+      **variants: `alibi`, `spans`, `tree`, `causal`, `chunk`, `blocks`, `deterministic`, `sink_tokens`, `shared`,
+        `stripe` and `tokens`; all arguments are as in those two.
 
     Returns:
       `(out, kv)`, where out is what `paged_attention` returns, and kv what `write_kv` does.
@@ -308,10 +311,10 @@ def _with_gradient(op: str, implementation: str | None, static: _Static, arrays:
 
 def _forward(op: str, implementation: str | None, static: _Static, arrays: list) -> tuple[Any, Any]:
     """Returns the result, and what pulls its cotangent back to the arrays'."""
-    if op == "paged_attention":
+    call = static.call(arrays)
+    if op == "paged_attention" and call.mask.tokens is None:
         from pallas_kernels.xla.gradients import NOTHING_SEEN
 
-        call = static.call(arrays)
         asked = jax.tree.structure(call._replace(options=dataclasses.replace(call.options, return_lse=True)))
         out, lse = _run(op, implementation, static._replace(tree=asked), arrays)
         kept = jnp.where(jnp.isneginf(lse), NOTHING_SEEN, lse)
@@ -321,6 +324,8 @@ def _forward(op: str, implementation: str | None, static: _Static, arrays: list)
 
     def plain(arrays: list) -> Any:
         call = static.call(arrays)
+        if op == "paged_attention":
+            return xla.paged_attention(call.q, call.stored, call.batch, call.mask, call.options)
         if op == "write_kv":
             return xla.write_kv(call.k, call.v, call.stored, call.batch)
         return _write_then_attend(implementation, call)

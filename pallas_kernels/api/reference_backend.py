@@ -6,7 +6,7 @@ from pallas_kernels.reference import attend as paged_attention, store as write_k
 
 __all__ = ["paged_attention", "write_kv"]
 FORMATS = QUANTIZED
-OPTIONS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens")
+OPTIONS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens", "tokens")
 READS_LATENT_ROWS = True
 READS_SHARED_ONCE = False
 write_and_attend = None

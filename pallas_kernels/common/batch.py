@@ -64,7 +64,7 @@ class PagedBatch(NamedTuple):
 
 
 @functools.partial(
-    register, data_fields=("mask", "spans", "tree", "blocks"),
+    register, data_fields=("mask", "spans", "tree", "blocks", "tokens"),
     meta_fields=("window", "chunk", "sink_tokens", "causal"),
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,7 @@ class MaskSpec:
     spans: jax.Array | None = None
     tree: jax.Array | None = None
     blocks: jax.Array | None = None
+    tokens: jax.Array | None = None
 
     @property
     def by_token(self) -> bool:
@@ -124,7 +125,7 @@ class Call(NamedTuple):
         fields = {
             "alibi": options.alibi, "spans": mask.spans, "tree": mask.tree, "causal": None if mask.causal else False,
             "chunk": mask.chunk, "blocks": mask.blocks, "deterministic": options.deterministic or None,
-            "sink_tokens": mask.sink_tokens, "stripe": self.batch.context_shard,
+            "sink_tokens": mask.sink_tokens, "stripe": self.batch.context_shard, "tokens": mask.tokens,
         }  # fmt: skip
         return {name: x for name, x in fields.items() if x is not None}
 

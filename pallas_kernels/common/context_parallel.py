@@ -64,5 +64,6 @@ def reads_whole_rows(call: Call) -> bool:
     if not (call.q.ndim == 4 and call.q.shape[1] == 1) and mask.causal:
         return False
     # What goes by positions or by the places of whole rows cannot be said of the part of a row that is at hand.
-    by_position = (mask.window, mask.mask, mask.spans, mask.tree, mask.chunk, mask.blocks, mask.sink_tokens)
+    by_position: tuple = (mask.window, mask.mask, mask.spans, mask.tree, mask.chunk, mask.blocks, mask.sink_tokens)
+    by_position += (mask.tokens,)
     return all(x is None for x in (*by_position, options.alibi, options.shared))

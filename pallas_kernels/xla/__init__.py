@@ -1,7 +1,7 @@
 """Paged attention and the cache write in plain XLA, for every platform.
 
 `attention` runs the tiles of a work list (`work`), which is index arithmetic on the device; `gradients` pulls
-cotangents back through it, for every backend.
+cotangents back through it, for every backend. `tokens` attends to chosen tokens, which `index` chooses.
 """
 
 from pallas_kernels.common.batch import Call
@@ -14,7 +14,7 @@ from pallas_kernels.xla.attention import (
 
 # See `api.backend`.
 FORMATS = QUANTIZED
-OPTIONS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens", "stripe")
+OPTIONS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens", "stripe", "tokens")
 READS_LATENT_ROWS = True
 READS_SHARED_ONCE = True
 

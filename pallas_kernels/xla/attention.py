@@ -21,6 +21,7 @@ from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.shared_prefix import TOGETHER, WORTH_ROWS, Shared, queries_together
 from pallas_kernels.common.xla_cpu import paired
 from pallas_kernels.xla import int8_product as digits, work_list as tiles
+from pallas_kernels.xla.tokens import attend_tokens
 
 # A logit that is not seen. Finite, so that only an LSE is ever infinite, and exp(MASKED - any other) is 0.
 MASKED = float(np.finfo(np.float32).min)
@@ -35,6 +36,8 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
     if num_tokens == 0:
         q = q[..., :width]
         return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if options.return_lse else q
+    if mask.tokens is not None:
+        return attend_tokens(q, stored, batch, mask, options)
     rows = tiles.find_rows(tuple(token_axes), batch)
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), *batch[1:4]))
     scale = jnp.asarray(options.logit_scale(head_dim), jnp.float32)

@@ -91,6 +91,10 @@ def attention(
       tree: `i32[S, T]` or `i32[N]`, each token's parent, counted from the row's first new token; -1 is the context. A
         token sees the context, its ancestors and itself. Parents that are known on the host must be -1 or an earlier
         token; a step planned with a tree has it already.
+      tokens: `i32[S, T, n]` or `i32[N, n]`, as `jaxkv.scores.indexer` chooses them: a token sees these positions of its
+        row and no others, each once. A position ahead of it, beyond its window, or not held is none, as is -1. Work and
+        bytes go by n, not by the context. Not with `tree`, `spans`, `mask` or `blocks`. Kernels for TPU and GPU do not
+        support it: then XLA runs.
       deterministic: a row's output is the same to the bit for any other rows in the batch, in any row and blocks, and
         for a prompt in one step or in pieces of two tokens or more; see `pallas_kernels.paged_attention`.
       cascade: False: read every row by itself, also in a step that was planned with `cascade=True`.
@@ -286,7 +290,15 @@ def explain(
     arguments |= read_options(found, read)
     choice = pallas_kernels.explain(platform=platform, implementation=implementation, **arguments)
     reads_once = cascades and cascade_refusal(choice.implementation, bundle_call(**arguments)) is None
-    return choice._replace(reason=choice.reason + _describe_padding(found) + describe_sharing(found, reads_once))
+    notes = _describe_tokens(read) + _describe_padding(found) + describe_sharing(found, reads_once)
+    return choice._replace(reason=choice.reason + notes)
+
+
+def _describe_tokens(options: Mapping[str, Any]) -> str:
+    """Returns a sentence about what queries read that have chosen tokens; "" if they have not."""
+    if (tokens := options.get("tokens")) is None:
+        return ""
+    return f" Each query reads at most {tokens.shape[-1]} tokens, by their positions, and no others."
 
 
 def _describe_padding(layer: Layer) -> str:

@@ -26,6 +26,7 @@ class AttentionOptions(TypedDict, total=False):
     alibi: Any  # f32[H]
     spans: Any  # i32[S, T] or i32[N]
     tree: Any  # i32[S, T] or i32[N]
+    tokens: Any  # i32[S, T, n] or i32[N, n]
     deterministic: bool
     cascade: bool
 
@@ -55,7 +56,7 @@ def read_options(layer: Layer, options: dict[str, Any]) -> dict[str, Any]:
     for name in ("window", "sink_tokens"):
         if name in options:
             options[name] = integer(name, options[name])
-    for name in ("spans", "tree"):
+    for name in ("spans", "tree", "tokens"):
         if name in options and getattr(options[name], "dtype", None) != jnp.int32:
             options[name] = to_integers(name, options[name])
     for name in ("alibi", "sinks", "mask"):

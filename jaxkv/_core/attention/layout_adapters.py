@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import pallas_kernels
 from jaxkv._core.attention.layer_call import LayerCall
 from jaxkv._core.attention.plan import Step
-from jaxkv._core.attention.table_columns import add_columns, begin_with_table, columns_of_blocks, mask_of_columns
+from jaxkv._core.attention.table_columns import (
+    add_columns,
+    begin_with_table,
+    columns_of_blocks,
+    mask_of_columns,
+    places_of_tokens,
+)
 from jaxkv._core.config.kv_packing import Apart
 from jaxkv._core.config.rotation import rotate
 from jaxkv._core.state.head_rows import join_heads, row_tables, split_heads, split_offsets, split_tokens
@@ -27,7 +33,7 @@ from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.xla_cpu import side_by_side
 
 BY_HEAD = ("sinks", "alibi")  # options with an entry for each query head
-BY_TOKEN = ("mask", "spans", "tree")  # and for each token
+BY_TOKEN = ("mask", "spans", "tree", "tokens")  # and for each token
 
 
 class Output(NamedTuple):
@@ -76,11 +82,13 @@ class TableColumns(NamedTuple):
             options.pop("shared", None)  # what rows share was found in other columns
         if "blocks" in options:
             options["blocks"] = columns_of_blocks(layer, options["blocks"])
-        if "mask" in options and tables.skipped is not None:
+        if tables.skipped is not None and ("mask" in options or "tokens" in options):
             axes, row = call.tokens.shape[:-2], jnp.arange(tables.lengths.shape[0], dtype=jnp.int32)
             if len(axes) == 1:
                 row = locate(axes, tables.lengths, call.query_lens, call.query_starts).row
-            options["mask"] = mask_of_columns(layer, options["mask"], row)
+            for name, convert in (("mask", mask_of_columns), ("tokens", places_of_tokens)):
+                if name in options:
+                    options[name] = convert(layer, options[name], row)
         return call.replace(layer=begin_with_table(layer), options=options)
 
     def outputs(self, output: Output) -> Output:

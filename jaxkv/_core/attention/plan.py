@@ -48,6 +48,7 @@ class Step:
     tree: jax.Array | None = None  # i32 of the token axes: the parents of a tree's tokens
     shared: tuple[jax.Array, ...] | None = None  # of each group, i32[4, S]: rows that read first blocks together
     token_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # (S, T) or (N,)
+    top_k: int | None = dataclasses.field(default=None, metadata={"static": True})  # tokens that a query chooses
     decode: bool = dataclasses.field(metadata={"static": True})  # no row has more than one token
     config: CacheConfig = dataclasses.field(metadata={"static": True})
 
@@ -66,6 +67,8 @@ class Step:
         This assumes a decode step of up to two query heads per KV head, since a plan does not know that number: for
         more use `bytes_read_by`. In layers with a sliding window or chunk, kernels for TPU and GPU read every row by
         itself, and prompts read their context again for every tile of queries. For small tables XLA reads them whole.
+        Planned with `top_k`, it is what queries read that choose tokens: the keys and values of so many each, and the
+        index keys of their rows once.
         """
         return self._bytes_read(TOGETHER)
 
@@ -90,7 +93,23 @@ class Step:
             raise ValueError(f"num_heads must be a multiple of the {num_kv_heads} KV heads, not {num_heads}.")
         return self._bytes_read(queries_together(num_heads, num_kv_heads))
 
+    def _bytes_chosen(self, top_k: int) -> Any:
+        layer, block_size, tables = self.config.groups[0][0], self.config.block_size, self.tables[0]
+        seen = jnp.where(self.token.valid, jnp.minimum(self.token.position + 1, top_k), 0)
+        held = jnp.where(tables.new > 0, tables.lengths, 0)
+        if isinstance(seen, jax.core.Tracer):
+            chosen, rows = (jnp.sum(x.astype(jnp.float32)) for x in (seen, held))
+        else:
+            chosen, rows = (int(np.asarray(x, np.int64).sum()) for x in (seen, held))
+        config, divide = (
+            self.config,
+            (lambda x: x // block_size) if isinstance(chosen, int) else (lambda x: x / block_size),
+        )
+        return divide(chosen * config.bytes_per_block_read(layer) + rows * config.index_bytes_per_block(layer))
+
     def _bytes_read(self, together: int) -> Any:
+        if self.top_k is not None:
+            return self._bytes_chosen(self.top_k)
         group, size = 0, self.config.bytes_per_block_read(self.config.groups[0][0])
         shared = None if self.shared is None else self.shared[group]
         blocks = count_blocks_read(self.config, self.tables[group], group, shared, together)
@@ -98,7 +117,8 @@ class Step:
 
 
 def plan_step(
-    cache: Cache, token_axes: Sequence[int], *, longest: int | None = None, tree: Any = None, cascade: bool = False
+    cache: Cache, token_axes: Sequence[int], *, longest: int | None = None, tree: Any = None, cascade: bool = False,
+    top_k: int | None = None,
 ) -> Step:  # fmt: skip
     """Plans a step once, for all its layers: pass it to `attention`, `write` and `attend` as `step=`.
 
@@ -119,6 +139,7 @@ def plan_step(
         these once for all rows where that saves more than it costs. Results are the same up to rounding: kernels round
         the shared part and the rest before they merge them. The device decides in each step, but it must be requested,
         because programs become longer: layers that are not scanned take about twice as long to compile.
+      top_k: number of tokens that a query chooses, for `bytes_read` alone.
 
     Raises:
       ValueError: parents known on the host that are no earlier tokens; axes that are not those of a step of this cache.
@@ -152,6 +173,7 @@ def plan_step(
     step = Step(
         tables=tables, dropped=rows.lengths - group_tables.lengths, token=token, tree=tree, shared=shared,
         token_axes=token_axes, decode=decode, config=cache.config,
+        top_k=None if top_k is None else integer("top_k", top_k, least=1),
     )  # fmt: skip
     for before, after in zip(cache.tables, tables, strict=True):
         _note_reconciled(step, before, after)

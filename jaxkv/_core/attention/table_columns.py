@@ -65,6 +65,16 @@ def mask_of_columns(layer: Layer, mask: jax.Array, row: jax.Array) -> jax.Array:
     return jnp.take_along_axis(mask, index, axis=-1) & (position < count) if count else mask
 
 
+def places_of_tokens(layer: Layer, tokens: jax.Array, row: jax.Array) -> jax.Array:
+    """Returns the places in their tables of the positions `tokens`, i32[S, T, n] or i32[N, n], of tokens of rows
+    `i32[S or N]`; -1 of what has left the table."""
+    tables, size, sinks = layer.tables, layer.config.block_size, layer.config.group_sinks[layer.group]
+    assert tables.skipped is not None
+    block, skipped = tokens // size, jnp.expand_dims(tables.skipped[row], range(1, tokens.ndim))
+    column = columns_of(block, skipped, sinks)
+    return jnp.where((tokens < 0) | (column < 0), -1, column * size + tokens % size)
+
+
 def _positions(layer: Layer, row: jax.Array) -> jax.Array:
     """Returns the position of each place in the tables of rows `i32[n]`: `i32[n, M * block_size]`."""
     tables, size, sinks = layer.tables, layer.config.block_size, layer.config.group_sinks[layer.group]
