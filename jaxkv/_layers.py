@@ -64,6 +64,7 @@ def head_dim_of(in_features: int, num_heads: int, head_dim: int | None) -> int:
 def dense_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None = None, soft_cap: float | None = None,
     window: int | None = None, chunk: int | None = None, sinks: jax.Array | None = None,
+    mask: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Computes causal attention of whole sequences from dense keys and values: for training, and as a reference.
 
@@ -71,6 +72,7 @@ def dense_attention(
       q: `[S, T, H, D]`, or `[T, H, D]` for one sequence.
       k, v: `[S, T, K, D]` or `[T, K, D]`; H must be a multiple of K. Values may be narrower than keys.
       scale, soft_cap, window, chunk, sinks: as for `pallas_kernels.paged_attention`.
+      mask: `bool[S, T, T]` or `bool[T, T]`, and-ed with causality: which tokens each may see.
 
     Returns:
       The output in q's shape, of the values' width, and dtype. Softmax and accumulation are in float32.
@@ -96,7 +98,9 @@ def dense_attention(
     query, key = jnp.arange(num_tokens)[:, None], jnp.arange(num_tokens)[None]  # positions [T, 1], [1, C]
     seen = query >= key if window is None else (query >= key) & (query - key < window)
     seen = seen if chunk is None else seen & (query // chunk == key // chunk)
-    logits = jnp.where(jnp.expand_dims(seen, tuple(range(logits.ndim - 2))), logits, jnp.finfo(jnp.float32).min)
+    seen = jnp.expand_dims(seen, tuple(range(logits.ndim - 2)))
+    seen = seen if mask is None else seen & mask[..., None, None, :, :]
+    logits = jnp.where(seen, logits, jnp.finfo(jnp.float32).min)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape((1,) * len(leading) + (num_kv_heads, -1, 1, 1))
         logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*shape[:-1], 1))], axis=-1)

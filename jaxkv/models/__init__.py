@@ -4,8 +4,8 @@
   `save(model, folder)` writes it.
 - `small()`: a small model that ships with jaxkv, a byte-level decoder trained on Python's standard library.
 - `recaller()`: a tiny model that recalls pairs anywhere in 1,024 tokens, to test a cache that evicts or reads less.
-- `Decoder`: one module for all families, configured by `DecoderConfig`, `LatentConfig`, `ExpertsConfig` and `Rope`. A
-  call takes tokens and a cache, and returns logits and the cache:
+- `Decoder`: one module for all families, configured by `DecoderConfig`, `LatentConfig`, `IndexConfig`,
+  `ExpertsConfig` and `Rope`. A call takes tokens and a cache, and returns logits and the cache:
 
     model = jaxkv.models.load("path/to/folder", dtype="bfloat16")
     config = jaxkv.CacheConfig.from_model(model, max_seqs=8, max_seq_len=4096, memory_bytes=8e9)
@@ -22,17 +22,29 @@ if TYPE_CHECKING:
     from jaxkv.models.config import (
         DecoderConfig as DecoderConfig,
         ExpertsConfig as ExpertsConfig,
+        IndexConfig as IndexConfig,
         LatentConfig as LatentConfig,
     )
     from jaxkv.models.decoder import Decoder as Decoder
     from jaxkv.models.loader import load as load, recaller as recaller, save as save, small as small
     from jaxkv.models.rope import Rope as Rope
 
-__all__ = ["Decoder", "DecoderConfig", "ExpertsConfig", "LatentConfig", "Rope", "load", "recaller", "save", "small"]
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "ExpertsConfig",
+    "IndexConfig",
+    "LatentConfig",
+    "Rope",
+    "load",
+    "recaller",
+    "save",
+    "small",
+]
 
 # Where each name lives. Most need Flax, which takes a second to import: `plan` reads configurations without it.
 _HOMES = {
-    "config": ("DecoderConfig", "ExpertsConfig", "LatentConfig"),
+    "config": ("DecoderConfig", "ExpertsConfig", "IndexConfig", "LatentConfig"),
     "decoder": ("Decoder",),
     "loader": ("load", "recaller", "save", "small"),
     "rope": ("Rope",),

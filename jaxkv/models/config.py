@@ -9,6 +9,7 @@ from jaxkv._core.config.layer_groups import find_period
 from jaxkv._core.config.validation import integer, real, show
 from jaxkv.models.blocks.part_configs import (
     ExpertsConfig as ExpertsConfig,
+    IndexConfig as IndexConfig,
     LatentConfig as LatentConfig,
     PerLayerConfig as PerLayerConfig,
     StreamsConfig as StreamsConfig,
@@ -29,6 +30,8 @@ class DecoderConfig:
       blocks: what each block has, where that is not attention and an MLP in all; see `BlockConfig`. `layers` are then
         those of all blocks, one after another. A block with a mixer has norms before and none after.
       latent: latent attention instead; `layers` are then `LayerConfig.latent`.
+      index: the indexers of layers that attend to chosen tokens, beside latent attention; layers with `index_dim` have
+        one, and the first layer must.
       experts: experts in place of the MLP, in the layers that `expert_layers` selects.
       sinks: one learned logit per head in the softmax's denominator.
       value_norm: an RMS norm, without weights, of each head's values.
@@ -106,6 +109,7 @@ class DecoderConfig:
     eos_ids: tuple[int, ...] = ()
     byte_tokens: bool = False
     latent: LatentConfig | None = None
+    index: IndexConfig | None = None
     experts: ExpertsConfig | None = None
     expert_layers: tuple[bool, ...] = ()
     sinks: bool = False
@@ -176,8 +180,25 @@ class DecoderConfig:
                 f"expert_layers must have one entry for each of {self.num_layers} layers where there are experts, and "
                 f"none where there are not, but it has {len(self.expert_layers)}."
             )
+        self._check_index()
         if self.latent is not None and any(window is not None for window in self.windows):
             raise ValueError("Latent attention has no windows here.")
+
+    def _check_index(self) -> None:
+        widths = [layer.index_dim for layer in self.layers]
+        if self.index is None:
+            if any(width is not None for width in widths):
+                raise ValueError("Layers with index_dim need index=, the config of their indexers.")
+            return
+        if self.latent is None or self.latent.query_rank is None or self.latent.rope_dim > self.index.dim:
+            raise ValueError(
+                "Indexers stand beside latent attention whose queries have a query_rank, and are at least as wide as "
+                f"its rope_dim, but latent is {self.latent} and index.dim {self.index.dim}."
+            )
+        if widths[0] is None or {*widths} - {None, self.index.dim}:
+            raise ValueError(
+                f"Layers with an indexer have index_dim={self.index.dim}, and the first layer has one, not {widths}."
+            )
 
     @property
     def num_layers(self) -> int:

@@ -13,6 +13,7 @@ from jaxkv._core.config.validation import show
 from jaxkv._layers import token_positions
 from jaxkv._products import product
 from jaxkv.models.blocks.block import Block, OneOf, stack_blocks
+from jaxkv.models.blocks.indexer import ChosenTokens
 from jaxkv.models.blocks.per_layer import PerLayerEmbed
 from jaxkv.models.blocks.shared_attention import KeptKeys
 from jaxkv.models.blocks.streams import Streams, StreamsBlock
@@ -55,9 +56,10 @@ class Decoder(nnx.Module):
         if scan not in (False, True, "stacked", "apart"):
             raise ValueError(f'scan must be True, False, "stacked" or "apart", not {show(scan)}.')
         self.config = config
-        # Mixers' states are stored apart: their blocks are computed one by one.
+        # Mixers' states are stored apart, and chosen tokens go from layer to layer: blocks are computed one by one.
         has_mixers = any(block.mixer is not None for block in config.blocks)
-        self.periods = config.num_layers // config.period if scan and not has_mixers else 1
+        apart = has_mixers or config.index is not None
+        self.periods = config.num_layers // config.period if scan and not apart else 1
         self.scan = self.periods > 1  # a single period has nothing to scan over
         table = (config.vocab_size, config.embed_dim)
         init = nnx.initializers.normal(config.embed_dim**-0.5)
@@ -121,6 +123,7 @@ class Decoder(nnx.Module):
             own = None if self.layer_embed is None else self.layer_embed(tokens, x)
             x = x if self.streams is None else self.streams.split(x)
         kept: Any = KeptKeys() if cache is None and any(x.shares_with is not None for x in config.layers) else cache
+        kept = kept if config.index is None else ChosenTokens(kept, None)
         scanned = self.num_scanned if cache is None or cache.config.stacked else 0  # else layers run one by one
         if scanned:
             x, kept = self._scan(x, positions, cache, step, deterministic)
@@ -139,6 +142,7 @@ class Decoder(nnx.Module):
                 logits = logits / config.logit_divisor
             if config.logit_soft_cap is not None:
                 logits = config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap)
+        kept = kept.cache if isinstance(kept, ChosenTokens) else kept
         return logits, None if cache is None else kept
 
     @property

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxkv._core.attention.plan import Step
 from jaxkv._layers import attend_or_dense
 from jaxkv._products import product_by_heads
+from jaxkv.models.blocks.indexer import ChosenTokens, Indexer, mask_chosen
 from jaxkv.models.config import DecoderConfig, LatentConfig
 from jaxkv.models.layers import norm_weight, rms_norm
 from jaxkv.models.rope import Rope
@@ -28,7 +29,10 @@ class LatentAttention(nnx.Module):
     `query [H, N + R, E]`, or where queries have a rank Q `query_down [Q, E]` and `query_up [H, N + R, Q]`.
     """
 
-    def __init__(self, config: DecoderConfig, latent: LatentConfig, rope: Rope, dtype: Any, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DecoderConfig, latent: LatentConfig, rope: Rope, dtype: Any, rngs: nnx.Rngs,
+        has_indexer: bool = False,
+    ):  # fmt: skip
         def kernel(num_inputs: int, num_outputs: int) -> jax.Array:
             return nnx.initializers.lecun_normal()(rngs.params(), (num_inputs, num_outputs), dtype)
 
@@ -53,6 +57,8 @@ class LatentAttention(nnx.Module):
         out = kernel(heads * latent.value_dim, embed_dim)
         self.out = nnx.Param(out.reshape(heads, latent.value_dim, embed_dim))
         self.out_bias = zeros(embed_dim)
+        index = config.index if has_indexer else None
+        self.indexer = None if index is None else Indexer(index, latent, embed_dim, rope, dtype, rngs)
 
     def __call__(
         self, x: jax.Array, cache: Any = None, *, layer: Any = 0, positions: jax.Array, step: Step | None = None
@@ -61,31 +67,48 @@ class LatentAttention(nnx.Module):
         y, cache = self.attend(self.inputs(x, positions), cache, layer, step)
         return self.output(y), cache
 
-    def inputs(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        latent = self.latent
-        q = self._queries(x)
+    def inputs(self, x: jax.Array, positions: jax.Array) -> tuple:
+        latent, compressed = self.latent, self._compressed_queries(x)
+        index = None if self.indexer is None else self.indexer.inputs(x, compressed, positions)
+        q = self._queries(x, compressed)
         row = project("...e,re->...r", x, self.key_down, self.key_down_bias)
         rotated_q, rotated_k = self.rope(q[..., latent.nope_dim :], row[..., None, latent.rank :], positions)
         key = rms_norm(row[..., : latent.rank], self.key_norm, self.config, NORM_EPS)[..., None, :]
         rest = self.rope.heat(q[..., : latent.nope_dim], positions)
         absorbed = product_by_heads(rest, self.key_up[...].astype(x.dtype), outputs_first=False)
-        return side_by_side(absorbed, rotated_q), side_by_side(key, rotated_k), key
+        return side_by_side(absorbed, rotated_q), side_by_side(key, rotated_k), key, index
 
     def attend(
         self, inputs: tuple, cache: Any, layer: Any, step: Step | None, deterministic: bool = False
     ) -> tuple[jax.Array, Any]:
-        q, k, key = inputs
+        q, k, key, index = inputs
+        chosen: Any = ChosenTokens(cache, None)
+        if isinstance(cache, ChosenTokens):
+            cache, chosen = cache.cache, cache
+            if self.indexer is not None:
+                cache, tokens = self.indexer.choose(index, cache, layer, step)
+                chosen = ChosenTokens(cache, tokens)
+        options: dict[str, Any] = {"scale": self.config.attention_scale, "deterministic": deterministic}
+        if chosen.tokens is not None:
+            options |= {"mask": mask_chosen(chosen.tokens)} if cache is None else {"tokens": chosen.tokens}
         v = key if cache is None else None  # in a cache the values are part of the keys
-        scale = self.config.attention_scale
-        return attend_or_dense(q, k, v, cache, layer, step, deterministic=deterministic, scale=scale)
+        out, after = attend_or_dense(q, k, v, cache, layer, step, **options)
+        return out, after if self.config.index is None else chosen._replace(cache=after)
 
     def output(self, y: jax.Array) -> jax.Array:
         y = product_by_heads(y, self.value_up[...].astype(y.dtype), outputs_first=True)
         return project("...hv,hve->...e", y, self.out, self.out_bias)
 
-    def _queries(self, x: jax.Array) -> jax.Array:
+    def _compressed_queries(self, x: jax.Array) -> jax.Array:
+        """Computes the queries before their up-projection; x itself where they have none."""
+        if self.query_down is None:
+            return x
+        assert self.query_norm is not None
+        y = project("...e,qe->...q", x, self.query_down, self.query_down_bias)
+        return rms_norm(y, self.query_norm, self.config, NORM_EPS)
+
+    def _queries(self, x: jax.Array, compressed: jax.Array) -> jax.Array:
         if self.query is not None:
             return project("...e,hde->...hd", x, self.query)
-        assert self.query_down is not None and self.query_norm is not None and self.query_up is not None
-        y = project("...e,qe->...q", x, self.query_down, self.query_down_bias)
-        return project("...q,hdq->...hd", rms_norm(y, self.query_norm, self.config, NORM_EPS), self.query_up)
+        assert self.query_up is not None
+        return project("...q,hdq->...hd", compressed, self.query_up)

@@ -43,7 +43,7 @@ class _Lanes(NamedTuple):
     """Tiles of queries, each of one row."""
 
     row: jax.Array  # i32[lanes]
-    index: jax.Array  # i32[lanes, queries]: among all tokens, flat
+    token: jax.Array  # i32[lanes, queries]: among all tokens, flat
     position: jax.Array  # i32[lanes, queries]; -1 of none
 
 
@@ -128,7 +128,7 @@ def _select(inputs: _Inputs, lanes: _Lanes, kept: int) -> Best:
     groups = -(-num_lanes // count)
     more = groups * count - num_lanes
     padded = _Lanes(
-        jnp.pad(lanes.row, (0, more)), jnp.pad(lanes.index, ((0, more), (0, 0))),
+        jnp.pad(lanes.row, (0, more)), jnp.pad(lanes.token, ((0, more), (0, 0))),
         jnp.pad(lanes.position, ((0, more), (0, 0)), constant_values=-1),
     )  # fmt: skip
     padded = jax.tree.map(lambda x: x.reshape(groups, count, *x.shape[1:]), padded)
@@ -169,7 +169,7 @@ def _score(inputs: _Inputs, lanes: _Lanes, place: jax.Array, reach: Reach) -> Be
     key = place if shard is None else position_of(column, offset, shard, size)
     block = tables[lanes.row[:, None], jnp.minimum(column, tables.shape[1] - 1)[None]]
     its_keys = format.from_bits(keys[block, 0, 0, offset[None], : inputs.q.shape[-1]]).astype(jnp.float32)
-    queries, weights = inputs.q[lanes.index], inputs.weights[lanes.index].astype(jnp.float32)
+    queries, weights = inputs.q[lanes.token], inputs.weights[lanes.token].astype(jnp.float32)
     products = jnp.einsum("lqhe,lce->lqhc", queries, its_keys, precision="highest")
     score = jnp.sum(weights[..., None] * jnp.maximum(products, 0.0), axis=2)
     if scale is not None:

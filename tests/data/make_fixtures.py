@@ -69,6 +69,15 @@ FIXTURES |= {
         **LATENT, q_lora_rank=12, routed_scaling_factor=2.5, n_shared_experts=1, num_nextn_predict_layers=1,
         rope_parameters=YARN | dict(mscale=1.5, mscale_all_dim=0.8),
     ),
+    "deepseek_v32": transformers.DeepseekV32Config(
+        **LATENT, q_lora_rank=12, routed_scaling_factor=2.5, n_shared_experts=1, index_topk=6, index_head_dim=12,
+        index_n_heads=16, rope_parameters=YARN | dict(mscale=1.5, mscale_all_dim=0.8),
+    ),
+    "glm_moe_dsa": transformers.GlmMoeDsaConfig(
+        **LATENT | dict(num_hidden_layers=4, n_group=1, topk_group=1), q_lora_rank=12, n_shared_experts=1,
+        index_topk=6, index_head_dim=12, index_n_heads=16, indexer_types=["full", "shared", "full", "shared"],
+        rope_parameters=dict(rope_type="default", rope_theta=500.0),
+    ),
     "gpt_oss": transformers.GptOssConfig(
         **TINY | dict(intermediate_size=32), sliding_window=6, num_local_experts=5, num_experts_per_tok=2,
         swiglu_limit=1.5, rope_parameters=YARN | dict(truncate=False),
@@ -261,7 +270,7 @@ ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen
          "deepseek_v3", "gpt_oss", "qwen3_moe", "gemma3_nested", "mixtral", "qwen2_yarn", "smollm3", "olmo2",
          "olmo3", "granite", "seed_oss", "qwen2_moe", "phi3", "exaone4", "glm4", "ernie4_5",
          "hunyuan_v1_dense", "glm4_moe", "minimax_m2", "ministral3", "qwen3_next", "llama4", "gemma4",
-         "gemma4_experts", "gemma3n", "mistral4"]  # fmt: skip
+         "gemma4_experts", "gemma3n", "mistral4", "deepseek_v32", "glm_moe_dsa"]  # fmt: skip
 SEEDS = {name: i for i, name in enumerate(ORDER)} | {"glm4": 101}
 HYBRID = [
     "lfm2",
@@ -308,6 +317,16 @@ OLD_FORMS = {
         dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(type="yarn", mscale=1.5, mscale_all_dim=0.8),
              aux_loss_alpha=0.001, ep_size=1, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc",
              seq_aux=True, auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"}),
+    ),
+    "deepseek_v32": (
+        ["rope_parameters", "head_dim", "qk_head_dim", "layer_types", "mlp_layer_types", "mlp_bias"],
+        dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(type="yarn", mscale=1.5, mscale_all_dim=0.8),
+             ep_size=1, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc", num_nextn_predict_layers=1),
+    ),
+    "glm_moe_dsa": (
+        ["head_dim", "layer_types", "mlp_layer_types", "mlp_bias", "indexer_types"],
+        dict(index_topk_freq=2, index_skip_topk_offset=1, indexer_rope_interleave=True, ep_size=1, moe_layer_freq=1,
+             scoring_func="sigmoid", topk_method="noaux_tc", num_nextn_predict_layers=1),
     ),
     "gpt_oss": (
         ["rope_parameters", "layer_types", "num_local_experts", "swiglu_alpha"],

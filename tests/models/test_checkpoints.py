@@ -46,7 +46,10 @@ def test_dense(name):
 
 
 # A few that together have every kind of layer; dense, all have been seen.
-DAY = ["gemma2", "deepseek_v2", "gpt_oss", "llama4", "gemma4", "qwen3_next", "lfm2", "nemotron_h", "falcon_h1"]
+DAY = [
+    "gemma2", "deepseek_v2", "gpt_oss", "llama4", "gemma4", "qwen3_next", "lfm2", "nemotron_h", "falcon_h1",
+    "glm_moe_dsa",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", fixtures.NAMES if NIGHTLY else DAY)
@@ -78,7 +81,7 @@ def test_packed_and_paged(name):
     assert cache.lengths.tolist() == [len(e.read) for e in wanted]
 
 
-@pytest.mark.parametrize("name", fixtures.NAMES if NIGHTLY else ["mistral", "lfm2"])
+@pytest.mark.parametrize("name", fixtures.NAMES if NIGHTLY else ["mistral", "lfm2", "glm_moe_dsa"])
 def test_generate(name):
     """Prompts in chunks, with so few blocks that rows are set back and resumed, and one by one: the same tokens."""
     wanted = fixtures.expected(name)

@@ -128,7 +128,8 @@ def _choose(layer: Layer, step: Step | None, queries: jax.Array, *, top_k: int) 
     mask = MaskSpec(**layer.layer_config.retention.mask_options(layer.number, {}))
     best = select_tokens(call.q[..., :-1], call.q[..., -1], stored, batch, mask, top_k)
     if runs is not None:
-        best = _best_of_all(*(runs.gathered(x, x.ndim - 1) for x in best), top_k)
+        score, position = (runs.gathered(x, x.ndim - 1) for x in best)
+        best = _best_of_all(score, position, top_k)
     position, score = undo(Output(best.position + 1, best.score))  # padding becomes 0 and -inf
     return position - 1, score
 

@@ -97,15 +97,12 @@ class Step:
         layer, block_size, tables = self.config.groups[0][0], self.config.block_size, self.tables[0]
         seen = jnp.where(self.token.valid, jnp.minimum(self.token.position + 1, top_k), 0)
         held = jnp.where(tables.new > 0, tables.lengths, 0)
+        sizes = self.config.bytes_per_block_read(layer), self.config.index_bytes_per_block(layer)
         if isinstance(seen, jax.core.Tracer):
             chosen, rows = (jnp.sum(x.astype(jnp.float32)) for x in (seen, held))
-        else:
-            chosen, rows = (int(np.asarray(x, np.int64).sum()) for x in (seen, held))
-        config, divide = (
-            self.config,
-            (lambda x: x // block_size) if isinstance(chosen, int) else (lambda x: x / block_size),
-        )
-        return divide(chosen * config.bytes_per_block_read(layer) + rows * config.index_bytes_per_block(layer))
+            return (chosen * sizes[0] + rows * sizes[1]) / block_size
+        counts = (int(np.asarray(x, np.int64).sum()) for x in (seen, held))
+        return sum(count * size for count, size in zip(counts, sizes, strict=True)) // block_size
 
     def _bytes_read(self, together: int) -> Any:
         if self.top_k is not None:

@@ -135,6 +135,7 @@ class _IndexApart:
 
     def __init__(self, specs: Any, context: str | None):
         self._given, self._context = specs, context
+        self._structure: Any = None
 
     @property
     def specs(self) -> Any:

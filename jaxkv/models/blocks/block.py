@@ -118,7 +118,7 @@ def make_attention(config: DecoderConfig, i: int, dtype: Any, rngs: nnx.Rngs) ->
     """Makes a block's attention."""
     rope, kept = config.ropes[i], config.layers[config.first_layer(i)]
     if config.latent is not None:
-        return LatentAttention(config, config.latent, rope, dtype, rngs)
+        return LatentAttention(config, config.latent, rope, dtype, rngs, kept.index_dim is not None)
     kind: Any = GatedAttention if config.attention_gate else Attention
     if config.value_norm or kept.shares_with is not None or config.block(i).values_are_keys:
         eps = config.norm_eps if config.value_norm else None

@@ -39,6 +39,31 @@ class LatentConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """The indexers of layers that choose their tokens, beside latent attention (DeepSeek sparse attention).
+
+    A layer whose `LayerConfig` has `index_dim` has an indexer; others attend to what the last one before them chose.
+
+    Fields:
+      heads, dim: heads of an indexer's queries, and their entries, of which the first `rope_dim` are rotated.
+      top_k: number of tokens that a token attends to.
+      interleaved: whether rotated pairs are neighbours, as in `Rope`.
+
+    >>> IndexConfig(heads=64, dim=128, top_k=2048).top_k
+    2048
+    """
+
+    heads: int
+    dim: int
+    top_k: int
+    interleaved: bool = False
+
+    def __post_init__(self):
+        for name in ("heads", "dim", "top_k"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """The experts of a layer, and how tokens are routed to them.
 

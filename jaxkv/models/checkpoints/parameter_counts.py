@@ -28,7 +28,7 @@ def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
 def _attention_kind(config: DecoderConfig, layer: int) -> tuple[Any, ...]:
     """Returns what the parameters of attention depend on."""
     kept = config.layers[config.first_layer(layer)]
-    return kept.num_kv_heads, kept.head_dim, kept.v_head_dim, kept.shares_with is None
+    return kept.num_kv_heads, kept.head_dim, kept.v_head_dim, kept.shares_with is None, kept.index_dim
 
 
 def _count(shapes: Shapes, mesh: AbstractMesh) -> int:
@@ -75,7 +75,7 @@ def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
         shapes |= {("active_scale",): norm if streams.scales else None}
     shapes |= {("scale",): (1,) if config.layer_scale else None}
     if block.attention:
-        attention = _attention_shapes(config, layer) if config.latent is None else _latent_shapes(config)
+        attention = _attention_shapes(config, layer) if config.latent is None else _latent_shapes(config, layer)
         shapes |= {("attention", *path): shape for path, shape in attention.items()}
     if block.mixer is not None:
         shapes |= {("mixer", name): shape for name, shape in block.mixer.shapes(config.embed_dim).items()}
@@ -116,7 +116,7 @@ def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     }
 
 
-def _latent_shapes(config: DecoderConfig) -> Shapes:
+def _latent_shapes(config: DecoderConfig, layer: int) -> Shapes:
     assert config.latent is not None
     latent, width, heads, has_bias = config.latent, config.embed_dim, config.num_heads, config.out_bias
     rank, key_dim = latent.query_rank, latent.nope_dim + latent.rope_dim
@@ -133,6 +133,19 @@ def _latent_shapes(config: DecoderConfig) -> Shapes:
         ("value_up",): (heads, latent.value_dim, latent.rank),
         ("out",): (heads, latent.value_dim, width),
         ("out_bias",): (width,) if has_bias else None,
+    } | _indexer_shapes(config, layer)
+
+
+def _indexer_shapes(config: DecoderConfig, layer: int) -> Shapes:
+    index, width = config.index, config.embed_dim
+    if index is None or config.latent is None or config.layers[config.first_layer(layer)].index_dim is None:
+        return {}
+    return {
+        ("indexer", "query"): (index.heads, index.dim, config.latent.query_rank or width),
+        ("indexer", "key"): (index.dim, width),
+        ("indexer", "weights"): (index.heads, width),
+        ("indexer", "key_norm"): (index.dim,),
+        ("indexer", "key_norm_bias"): (index.dim,),
     }
 
 

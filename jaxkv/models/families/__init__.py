@@ -7,6 +7,7 @@ line below; new decoder features become named options in `jaxkv.models.config`. 
 
 from jaxkv.models.families.experts import (
     deepseek,
+    deepseek_sparse,
     glm4_moe,
     gpt_oss,
     llama4,
@@ -52,6 +53,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": deepseek.V2_FAMILY,
     "deepseek_v3": deepseek.V3_FAMILY,
     "kimi_k2": deepseek.V3_FAMILY,
+    "deepseek_v32": deepseek_sparse.DEEPSEEK_FAMILY,
+    "glm_moe_dsa": deepseek_sparse.GLM_FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,

@@ -91,7 +91,7 @@ def _read_experts(fields: Fields, v3: bool) -> ExpertsConfig:
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
-    latent, experts, v3 = config.latent, config.experts, config.family == V3
+    latent, experts, v3 = config.latent, config.experts, config.family != V2
     assert latent is not None
     fields = render_common(config) | render_latent(latent) | {
         "rope_parameters": render_rope(config.ropes[0]), "attention_bias": config.out_bias,
