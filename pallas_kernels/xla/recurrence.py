@@ -18,6 +18,7 @@ from pallas_kernels.common.state_batch import StateBatch, expand, read_slots
 
 CHUNK = 64
 CHUNK_BY_CHANNEL = 16  # products of gates are [chunk, chunk, K] there
+AT_ONCE = 1 << 16  # bytes of states that a CPU works on at once in decode
 LEAST_GATE = -100.0  # its exponential is 0 in float32
 
 _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -130,7 +131,7 @@ Step = Callable[[Inputs, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def _decode(inputs: Inputs, states: jax.Array, batch: StateBatch, one: Step) -> tuple[jax.Array, jax.Array]:
-    """Runs one token of each row: on a CPU row by row, whose state then stays in the CPU's own cache."""
+    """Runs one token of each row: on a CPU a few heads of a row after another, which stay in a core's own cache."""
     valid, num_slots = batch.query_lens > 0, states.shape[0]
     targets = [batch.targets(num_slots)]
     if batch.snapshot_slots is not None:
@@ -146,14 +147,24 @@ def _decode(inputs: Inputs, states: jax.Array, batch: StateBatch, one: Step) -> 
         return y, states
 
     def one_by_one(inputs: Inputs, states: jax.Array, batch: StateBatch, targets: list[jax.Array]) -> Any:
-        def body(states: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
-            inputs, slot, begins, targets = row
-            y, state = one(jax.tree.map(lambda x: x[None], inputs), _read(states, slot, begins)[None])
-            return _put(states, state[0], slot, targets), y[0]
+        rows, heads, count = batch.slots.shape[0], states.shape[1], _count_heads(states)
 
-        rows = (inputs, jnp.clip(batch.slots, 0, num_slots - 1), batch.begins, targets)
-        states, y = jax.lax.scan(body, states, rows)
-        return y, states
+        def body(states: jax.Array, part: Any) -> tuple[jax.Array, jax.Array]:
+            inputs, (slot, begins, targets), head = part
+            at = _Place(slot, head, count)
+            held = jax.lax.optimization_barrier(at.read(states))
+            before = jnp.where(begins, 0.0, held.astype(jnp.float32))
+            y, state = one(jax.tree.map(lambda x: x[None], inputs), before[None])
+            return _put(states, state[0], at, targets, held), y[0]
+
+        own = (jnp.clip(batch.slots, 0, num_slots - 1), batch.begins, targets)
+        parts = (
+            jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[2:]), inputs),
+            jax.tree.map(lambda x: jnp.repeat(x, heads // count), own),
+            jnp.tile(jnp.arange(0, heads, count, dtype=jnp.int32), rows),
+        )
+        states, y = jax.lax.scan(body, states, parts)
+        return y.reshape(rows, heads, -1), states
 
     arrays = batch._replace(every=None)
     y, states = jax.lax.platform_dependent(inputs, states, arrays, targets, cpu=one_by_one, default=at_once)
@@ -229,7 +240,7 @@ def _prefill(
     def run_row(carry: tuple[jax.Array, jax.Array], c: _Chunks) -> Any:
         state, states = carry
         row = c.row[0]
-        slot = jnp.clip(batch.slots[row], 0, num_slots - 1)
+        slot = _Place(jnp.clip(batch.slots[row], 0, num_slots - 1), jnp.int32(0), states.shape[1])
         state = jnp.where(c.is_first[0], _read(states, slot, batch.begins[row]), state)
         y, after = run(c, state[None])
         targets = [jnp.where(c.is_last[0], batch.targets(num_slots)[row], num_slots)]
@@ -256,23 +267,50 @@ def _prefill(
     return out.at[at.reshape(-1)].set(y.reshape(-1, *y.shape[3:]), mode="drop"), states
 
 
-def _read(states: jax.Array, slot: jax.Array, begins: jax.Array) -> jax.Array:
+class _Place(NamedTuple):
+    """Some heads of a slot in a pool."""
+
+    slot: jax.Array
+    head: jax.Array  # the first
+    count: int
+
+    def read(self, states: jax.Array) -> jax.Array:
+        """Returns the heads' states, as they are stored."""
+        start = (self.slot, self.head, *[jnp.int32(0)] * (states.ndim - 2))
+        return jax.lax.dynamic_slice(states, start, (1, self.count, *states.shape[2:]))[0]
+
+    def write(self, states: jax.Array, new: jax.Array) -> jax.Array:
+        """Returns the pool with other states of the heads."""
+        start = (self.slot, self.head, *[jnp.int32(0)] * (states.ndim - 2))
+        return jax.lax.dynamic_update_slice(states, new[None], start)
+
+
+def _count_heads(states: jax.Array) -> int:
+    """Returns how many heads of a row are computed at once: operations on more than a few pages of memory are divided
+    over cores, which takes longer than the work."""
+    heads, size = states.shape[1], 4 * math.prod(states.shape[2:])
+    return max(count for count in range(1, heads + 1) if not heads % count and count * size <= max(size, AT_ONCE))
+
+
+def _read(states: jax.Array, place: _Place, begins: jax.Array) -> jax.Array:
     # The barrier keeps XLA from reading the pool once more after it was written, which would take a copy of the pool.
-    found = jax.lax.optimization_barrier(jax.lax.dynamic_index_in_dim(states, slot, 0, keepdims=False))
-    return jnp.where(begins, 0.0, found.astype(jnp.float32))
+    return jax.lax.optimization_barrier(jnp.where(begins, 0.0, place.read(states).astype(jnp.float32)))
 
 
-def _put(states: jax.Array, state: jax.Array, slot: jax.Array, targets: list[jax.Array]) -> jax.Array:
-    """Writes a state to the slots of `targets` that there are. Where there is none, writes what the row's slot holds:
-    a scatter, which can skip, copies the pool on a CPU, and so does a read between two writes."""
-    new, at = state.astype(states.dtype), slot
-    value = jax.lax.dynamic_index_in_dim(states, slot, 0, keepdims=False)
+def _put(
+    states: jax.Array, state: jax.Array, place: _Place, targets: list[jax.Array], held: jax.Array | None = None
+) -> jax.Array:  # fmt: skip
+    """Writes states to the slots of `targets` that there are. Where there is none, writes what the row's slot holds,
+    `held` if that was read just now: a scatter, which can skip, copies the pool on a CPU, and so does a read between
+    two writes."""
+    new, at = state.astype(states.dtype), place.slot
+    value = place.read(states) if held is None else held
     if len(targets) > 1:  # else XLA may compute both once more for the second write
         new, value = jax.lax.optimization_barrier((new, value))
     for target in targets:
         there = target < states.shape[0]
         at, value = jnp.where(there, target, at), jnp.where(there, new, value)
-        states = jax.lax.dynamic_update_index_in_dim(states, value, at, 0)
+        states = place._replace(slot=at).write(states, value)
     return states
 
 
