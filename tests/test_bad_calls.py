@@ -201,6 +201,7 @@ OF_AN_ENGINE = [
     (make, "host_bandwidth", [*NO_NUMBERS, 0, -1]),
     (make, "swap", [None, 1, "often", True, [], {}, object()]),
     (make, "num_blocks", without(NO_SIZES, None)),
+    (make, "group_blocks", [5, "5", {}, object(), [1.5], ["a"], [0], [None], [1, 2]]),
     (make, "block_size", without(NO_SIZES, None)),
     (lambda _, memory_bytes: make(_, memory_bytes=memory_bytes, num_blocks=None), "memory_bytes",
      [*without(NO_NUMBERS, None), -1, 0, "1GB", 1e30]),

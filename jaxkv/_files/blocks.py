@@ -34,6 +34,7 @@ from jaxkv._core.config.validation import MOST_INDEX, real, show
 from jaxkv._core.state.state import Pool
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import remove_leftovers, replacing
+from jaxkv._files.paths import read_path
 
 FORMAT, VERSION = "jaxkv block", 1
 CHECKSUM = 4  # bytes at the end
@@ -293,7 +294,7 @@ def _state_parts(config: CacheConfig, layer: int) -> dict[str, Part]:
 def _writable(folder: Any) -> pathlib.Path:
     if not isinstance(folder, str | os.PathLike):
         raise ValueError(f"disk must be a folder, a path, not {show(folder)}.")
-    path = pathlib.Path(folder).absolute()  # independent of later changes of the working directory
+    path = read_path("disk", folder).absolute()  # independent of later changes of the working directory
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

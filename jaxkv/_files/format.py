@@ -109,6 +109,8 @@ def described(saved: SavedCache, has_snapshots: bool = False) -> dict[str, str]:
     fields["cache"] = json.dumps({"config": _render(saved.config), "groups": saved.groups, "size": saved.block_size})
     if saved.model is not None:
         fields["model"] = saved.model
+    if not isinstance(saved.metadata, Mapping):
+        raise ValueError(f"metadata must be a dict of what JSON can hold, not {show(saved.metadata)}.")
     if (name := _find_other_key(saved.metadata)) is not None:
         raise ValueError(
             f"metadata must be a dict of what JSON can hold, whose names are all strings, but it has {show(name[0])}: "

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxkv._core.config.validation import show
 from jaxkv._files.gguf import split_files
+from jaxkv._files.paths import read_path
 
 WANTED = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
 TEXT = ("*.json", "*.jinja", "*.model", "*.txt")  # all files but the weights
@@ -28,7 +29,7 @@ def find_model(source: Any, *, weights: bool = True) -> pathlib.Path:
     """
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"A model must be a folder or the name of a repository, owner/name, not {show(source)}.")
-    folder = pathlib.Path(source)
+    folder = read_path("source", source)
     if folder.is_dir():
         return _gguf_in(folder) or folder
     if folder.suffix == ".gguf":

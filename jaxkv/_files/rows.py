@@ -35,6 +35,7 @@ from jaxkv._core.state.multihost import is_local, place_like
 from jaxkv._core.state.state import Pool
 from jaxkv._files.format import SNAPSHOTS, SavedCache, stored_parts, stored_states, write_saved
 from jaxkv._files.multihost_file import SavedShards, open_saved, write_parts
+from jaxkv._files.paths import read_file_path
 from jaxkv._files.snapshot import Written
 
 
@@ -67,6 +68,7 @@ def save(
     >>> jaxkv.load(path, model="llama")
     Cache(3 of 4 blocks used, 23 tokens in 2 of 2 rows, 1 layer, 5.0 KiB)
     """
+    file = read_file_path("path", path)
     if not (model is None or isinstance(model, str)):
         raise ValueError(f"model must be a name or a fingerprint, a string, not {model!r}.")
     if not isinstance(cache, RowShards):
@@ -88,7 +90,8 @@ def save(
                 shapes[f"snapshot.{i}.{name}"] = (written.num_snapshots, *array.shape)
         write_saved(path, dataclasses.replace(saved, config=config), shapes, written.tensors(here))
 
-    saved = SavedCache(config=config, lengths=tuple(written.lengths.tolist()), model=model, metadata=metadata or {},
+    metadata = {} if metadata is None else metadata
+    saved = SavedCache(config=config, lengths=tuple(written.lengths.tolist()), model=model, metadata=metadata,
                        block_size=written.block_size, groups=config.groups)  # fmt: skip
     if config.recurrent_layers and not is_local(cache.pools):
         raise ValueError(
@@ -96,11 +99,18 @@ def save(
             "save that."
         )
     if is_local(cache.pools):
-        write(pathlib.Path(path), config)
+        write(file, config)
     else:
         assert isinstance(cache, Cache)
         shards = SavedShards(cache)
-        write_parts(pathlib.Path(path), saved, shards, functools.partial(write, here=shards.here))
+        write_parts(file, saved, shards, functools.partial(write, here=shards.here))
+
+
+def read_source(path: Any) -> pathlib.Path:
+    try:
+        return read_file_path("path", path)
+    except ValueError as error:
+        raise CacheFileError(str(error)) from None
 
 
 def _all_of(x: Any, read: Callable[[Any], Any]) -> Any:
@@ -122,7 +132,7 @@ def describe(path: str | os.PathLike) -> SavedCache:
     >>> saved.lengths, saved.metadata, saved.config == cache.config
     ((0,), {'user': 7}, True)
     """
-    return open_saved(pathlib.Path(path))[0]
+    return open_saved(read_source(path))[0]
 
 
 @overload
@@ -168,7 +178,7 @@ def load(
     >>> jaxkv.load(path, into=cache, rows=[1, None]).lengths.tolist()
     [0, 20]
     """
-    path = pathlib.Path(path)
+    path = read_source(path)
     if config is not None and into is not None:
         raise ValueError("load takes config, for a new cache, or into, an existing one, not both.")
     saved, tensors = open_saved(path)

@@ -1,8 +1,8 @@
 """Reads rows of a saved cache on demand, as blocks in host memory for `swap_in`."""
 
 import functools
-import pathlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.state import Pool
 from jaxkv._files.format import SavedCache
 from jaxkv._files.multihost_file import open_saved
-from jaxkv._files.rows import check_layers, held_rows, lay_blocks, saved_states
+from jaxkv._files.rows import check_layers, held_rows, lay_blocks, read_source, saved_states
 from jaxkv._tiers.host_blocks import HostBlocks
 from jaxkv._tiers.host_tier import make_host
 
@@ -24,10 +24,10 @@ class SavedRows:
       FileNotFoundError; CacheFileError, a ValueError: as `jaxkv.load`.
     """
 
-    def __init__(self, path: pathlib.Path):
-        self.path = path
+    def __init__(self, path: Any):
+        self.path = read_source(path)
         self.saved: SavedCache
-        self.saved, self._tensors = open_saved(path)
+        self.saved, self._tensors = open_saved(self.path)
 
     def check_layers(self, config: CacheConfig) -> None:
         """Raises CacheFileError unless a cache of this config can hold the rows."""

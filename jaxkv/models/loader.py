@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxkv._core.state.arguments import to_device
 from jaxkv._files import safetensors
 from jaxkv._files.hub import find_model
+from jaxkv._files.paths import read_path
 from jaxkv.models import config_reader
 from jaxkv.models.checkpoint_formats import LAYER
 from jaxkv.models.checkpoint_names import Slot, outer_name, slots_of
@@ -120,7 +121,7 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
     >>> load(folder).config == small().config
     True
     """
-    folder = pathlib.Path(folder)
+    folder = read_path("folder", folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config
     tensors: dict[str, np.ndarray] = {}

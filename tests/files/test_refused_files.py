@@ -7,6 +7,7 @@ import pytest
 from saved import LAYERS, append, config
 
 import jaxkv
+import jaxkv.models
 from jaxkv._files import format as file_format, safetensors
 
 OTHER_HEADS = (dataclasses.replace(LAYERS[0], num_kv_heads=4), *LAYERS[1:])
@@ -59,10 +60,37 @@ def test_what_cannot_be_saved(caches, path):
         (dict(rows=[1, 1]), ValueError, "must be different rows"),
         (dict(model=7), ValueError, "model must be a name or a fingerprint, a string, not 7"),
         (dict(metadata={"x": np.ones(2)}), ValueError, "metadata must be a dict of what JSON can hold"),
+        (dict(metadata=["x"]), ValueError, "metadata must be a dict of what JSON can hold, not"),
         (dict(metadata={"x": float("nan")}), ValueError, "metadata must be a dict of what JSON can hold"),
     ):
         with pytest.raises(error, match=says):
             jaxkv.save(path, cache, **arguments)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_what_is_no_path(caches, path):
+    """Of whatever is read or written, in one sentence, and nothing is there afterwards."""
+    cache, model = caches["blocks of 4"], jaxkv.models.small()
+    engine = jaxkv.Engine(model, max_seqs=1, max_seq_len=16, num_blocks=4)
+    files = (
+        jaxkv.load, jaxkv.describe, lambda path: jaxkv.save(path, cache), engine.save, engine.load,
+        jaxkv.testing.Trace(cache.config).html,
+    )  # fmt: skip
+    folders = (
+        lambda path: jaxkv.models.save(model, path), jaxkv.models.load,
+        lambda path: jaxkv.PrefixCache(cache.config, spill_bytes=1 << 20, disk=path, disk_bytes=1 << 20),
+    )  # fmt: skip
+    for call in (*files, *folders):
+        for wrong in (5, None, "", b"x", ["x"]):
+            if wrong is not None or call not in (files[-1], folders[-1]):
+                with pytest.raises(ValueError, match="must be"):
+                    call(wrong)
+        for wrong in ("a\0b", "\ud800"):
+            with pytest.raises(ValueError, match="has characters that no name of a file can have here"):
+                call(wrong)
+    for call in files:
+        with pytest.raises(ValueError, match="is a folder: name a file in it"):
+            call(path.parent)
     assert list(path.parent.iterdir()) == []
 
 

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import pathlib
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any
@@ -111,7 +110,7 @@ class Resumable:
         with self._exclusive():
             if self._loop.is_busy:
                 raise ValueError("load is for an engine without requests: let its own end first, or make another one.")
-            file = SavedRows(pathlib.Path(path))
+            file = SavedRows(path)
             if KEY not in file.saved.metadata:
                 raise CacheFileError(f"{path} is a saved cache, but not of an engine: Engine.save writes those.")
             if file.saved.model != self._model:

@@ -174,8 +174,10 @@ def split_fields(count: int, max_seqs: int, fields: dict[str, Any]) -> tuple[int
     for name in ("num_blocks", "max_tokens"):
         if fields.get(name) is not None:
             fields[name] = divide_evenly(name, integer(name, fields[name]), count, AXIS)
-    if fields.get("group_blocks") is not None:
-        fields["group_blocks"] = tuple(divide_evenly("group_blocks", n, count, AXIS) for n in fields["group_blocks"])
+    blocks = fields.get("group_blocks")
+    if isinstance(blocks, Iterable) and not isinstance(blocks, str | bytes):  # CacheConfig refuses what is no list
+        numbers = [integer("group_blocks", n, least=1) for n in blocks]
+        fields["group_blocks"] = tuple(divide_evenly("group_blocks", n, count, AXIS) for n in numbers)
     if fields.get("memory_bytes") is not None:
         fields["memory_bytes"] = real("memory_bytes", fields["memory_bytes"], least=0) / count
     return divide_evenly("max_seqs", max_seqs, count, AXIS), fields

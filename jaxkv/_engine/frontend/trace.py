@@ -26,6 +26,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.head_rows import row_tables
 from jaxkv._engine.frontend.engine import Engine
 from jaxkv._engine.runner.engine_core import EngineCore
+from jaxkv._files.paths import read_file_path
 from jaxkv._tiers.host_blocks import HostBlocks
 
 PLAYER = pathlib.Path(__file__).parents[2] / "data" / "player.html"
@@ -119,7 +120,7 @@ class Trace:
             "/*TRACE*/null", json.dumps(self._data()).replace("</", "<\\/")
         )
         if path is not None:
-            pathlib.Path(path).write_text(page, encoding="utf-8")
+            read_file_path("path", path).write_text(page, encoding="utf-8")
         return page
 
     def _repr_html_(self) -> str:
