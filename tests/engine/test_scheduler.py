@@ -153,3 +153,26 @@ def test_samples_go_on_from_a_prompt_that_was_there_already():
         computed += [(s.request, n) for s, n in step.counts.items()]
         scheduler.commit(step)
     assert sorted(computed) == [(0, 1), (0, 1), (1, 1)] and second.cached == 5
+
+
+def test_siblings_that_wait_follow_the_first_that_begins():
+    """Also within the step in which it begins: and each of them gets a row by a fork, or waits again."""
+
+    class Siblings(Counted):
+        def must_follow(self, leader, sequence):
+            return True
+
+        def fork(self, source, sequence):
+            sequence.row = self.free.pop(0)
+            sequence.cached = self.held[sequence.row] = source.cached
+
+    sequences = [Sequence([0] * 7, 9, request=i, prompt=6) for i in range(4)]
+    scheduler = Scheduler(Siblings(3, 99, 4), step_tokens=8, long_prefill_tokens=8)
+    for sequence in sequences:
+        scheduler.waiting.add(sequence)
+    step = scheduler.plan()
+    assert [s.request for s in step.counts] == [0] and step.num_tokens == 5 and len(sequences[0].followers) == 3
+    scheduler.commit(step)
+    scheduler.plan()
+    assert [s.request for s in scheduler.running] == [0, 1, 2] and [s.request for s in scheduler.waiting] == [3]
+    assert all(s.cached == 5 for s in sequences[:3]) and not sequences[0].followers

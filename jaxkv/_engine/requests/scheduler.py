@@ -206,6 +206,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, certain: bool) -> bool:
         """Admits a waiting sequence to a row, if it may begin and there is room."""
+        if sequence not in self.waiting:  # it follows one that began in this step
+            return False
         if not (self._may_admit and self.waiting.may_begin(sequence, self._is_coming)) or self._is_coming(sequence):
             return False
         if not self._has_room(sequence, certain):
