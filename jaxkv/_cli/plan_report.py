@@ -132,7 +132,8 @@ def as_json(report: Report) -> dict[str, Any]:
     ]
     return {
         "model": {"family": model.family, "layers": model.num_layers, "num_kv_heads": kept.num_kv_heads,
-                  "head_dim": kept.head_dim, "windows": list(model.windows)},
+                  "head_dim": kept.head_dim, "windows": list(model.windows),
+                  "top_k": None if model.index is None else model.index.top_k},
         "memory": {"total": memory.total, "weights": memory.weights, "weights_from": memory.source,
                    "cache": memory.cache, "rest": memory.rest},
         "devices": {"count": devices.count} | dataclasses.asdict(devices) | {"moved_per_step": report.step.sent},
@@ -234,6 +235,12 @@ def _head(report: Report) -> str:
     kept += f", {readers} layers reading those of others" if readers else ""
     if config.latent is not None:
         kept = f"latent rows of {config.latent.rank} + {config.latent.rope_dim}"
+    if config.index is not None:
+        own = sum(layer.index_dim is not None for layer in config.layers)
+        kept += (
+            f", and in {own} layers index keys of {config.index.dim}, by which a token chooses the "
+            f"{config.index.top_k:,} that it reads"
+        )
     devices = report.devices
     whose = f" of each of {devices.count} devices" if devices.count > 1 else ""
     if devices.count > devices.tensor:

@@ -13,7 +13,7 @@ from jaxkv._cli.chips import Chip, Link
 from jaxkv._cli.memory_plan import Plan
 from jaxkv._cli.plan_devices import Devices
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv.models.config import DecoderConfig
+from jaxkv.models.config import DecoderConfig, IndexConfig
 
 ITEMSIZE = 2  # of computation: bfloat16
 
@@ -122,17 +122,22 @@ class DecodeStep:
         return self.rows * self.devices.data / self.seconds(chip)["step"]
 
 
-def attention_work(cache: CacheConfig, length: float) -> tuple[float, float]:
+def attention_work(cache: CacheConfig, length: float, index: IndexConfig | None = None) -> tuple[float, float, float]:
     """Returns for a row of `length` tokens the bytes that all layers read of the cache, those that read another's keys
-    included, and the products that a head computes with them."""
-    read = computed = 0.0
+    included, the products that a head computes with them, and those of all indexers."""
+    read = computed = scored = 0.0
     for i, layer in enumerate(cache.layers):
         if not layer.is_recurrent:
             reach = layer.retention.visible_tokens
             tokens = length if reach is None else min(length, reach)
+            if index is not None:
+                tokens = min(tokens, index.top_k)
+            if index is not None and layer.index_dim is not None:
+                read += cache.index_bytes_per_block(i) / cache.block_size * length
+                scored += index.heads * index.dim * length
             read += cache.bytes_per_block_read(i) / cache.block_size * tokens
             computed += (layer.head_dim + layer.value_dim) * tokens
-    return read, computed
+    return read, computed, scored
 
 
 def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: int) -> DecodeStep:
@@ -161,12 +166,12 @@ def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: i
         share = experts.per_token / experts.count
         idle, unread = every * (1 - share), every * (1 - share) ** max(rows, 1)
     heads = config.num_heads // (devices.tensor if config.num_heads % devices.tensor == 0 else 1)
-    read_cache, attended = attention_work(cache, found.mean_len)
+    read_cache, attended, scored = attention_work(cache, found.mean_len, config.index)
     return DecodeStep(
         rows=rows,
         read_weights=weights * (count - table - unread) / count,
         read_cache=rows * (read_cache / devices.context + cache.bytes_per_state),
-        flops=2 * rows * (count - table - idle + heads * attended / devices.context),
+        flops=2 * rows * (count - table - idle + (heads * attended + scored) / devices.context),
         collectives=collectives(config, devices, rows),
         devices=devices,
     )

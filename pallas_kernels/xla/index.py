@@ -19,7 +19,9 @@ from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.xla import work_list as tiles
 
 QUERIES = 16  # of a tile, of rows with more than one token
-LEAST_PIECE, MOST_PIECE = 512, 2048  # tokens of the context that are scored at a time
+# Tokens of the context that are scored at a time. The fewer the pieces, the less it costs to merge the best of them;
+# but a row that ends within a piece pays for all of it.
+LEAST_PIECE, MOST_PIECE = 512, 4096
 AT_ONCE = 1 << 23  # bytes of the products of heads and keys in memory at a time
 NOTHING = -float("inf")
 
@@ -122,7 +124,7 @@ def _select(inputs: _Inputs, lanes: _Lanes, kept: int) -> Best:
     """The best of the queries of lanes, `[lanes * queries, kept]`."""
     num_lanes, queries = lanes.position.shape
     num_heads, capacity = inputs.q.shape[1], inputs.batch.block_tables.shape[1] * inputs.stored.keys.shape[3]
-    piece = min(max(LEAST_PIECE, min(kept, MOST_PIECE)), capacity)
+    piece = min(max(LEAST_PIECE, min(2 * kept, MOST_PIECE, AT_ONCE // (4 * queries * num_heads))), capacity)
     piece = -(-piece // 16) * 16  # so that all keys are multiplied alike, whatever their place
     count = min(num_lanes, max(1, AT_ONCE // (4 * queries * num_heads * piece)))
     groups = -(-num_lanes // count)

@@ -67,7 +67,7 @@ CONFIGS = {
         wide(), narrow(3, bounds=True), block_size=16, max_seq_len=41, group_blocks=(6, 5)
     ),
     "windows of 1 and 2": make_config(
-        wide(1), narrow(2, bounds=True), block_size=1, max_seq_len=11, group_blocks=(12, 13)
+        wide(1), narrow(2, bounds=True, index_dim=3), block_size=1, max_seq_len=11, group_blocks=(12, 13)
     ),
     "windows of a block and more, nothing global": make_config(
         wide(7), narrow(3), block_size=3, max_seq_len=31, group_blocks=(11, 9)
@@ -76,11 +76,11 @@ CONFIGS = {
         *[narrow(5)] * 5, latent(), block_size=2, max_seq_len=21, group_blocks=(13, 22), stacked=True
     ),
     "layers that share, stacked": make_config(
-        wide(bounds=True), narrow(6), narrow(3, shares_with=1), wide(bounds=True),
+        wide(bounds=True, index_dim=3), narrow(6), narrow(3, shares_with=1), wide(bounds=True, index_dim=3),
         block_size=4, max_seq_len=24, group_blocks=(11, 8), head_dim_multiple=8, join_kv=True, stacked=True,
     ),
     "contiguous": make_config(
-        wide(), narrow(6), wide(3, shares_with=0), layout="contiguous", max_seq_len=13
+        wide(index_dim=2), narrow(6), wide(3, shares_with=0), layout="contiguous", max_seq_len=13
     ),
     "three groups": make_config(
         wide(), narrow(1), narrow(2), wide(2, shares_with=0), block_size=1, max_seq_len=11, group_blocks=(20, 12, 13)
@@ -92,7 +92,32 @@ BY_DAY = ("windows of 1 and 2", "layers that share, stacked", "contiguous")
 
 def step(cache, q, k, v, counts):
     outs, cache = model_step(cache, q, k, v, counts)
-    return outs, jaxkv.positions(cache, q[0].shape[:-2]), cache
+    return outs, jaxkv.positions(cache, q[0].shape[:-2]), put_index(cache, k)
+
+
+def append(cache, k, v, counts):
+    return put_index(jaxkv.append(cache, k, v, counts), k)
+
+
+def put_index(cache, k):
+    """Stores index keys that are the first numbers of the first head's keys, wherever a layer keeps any."""
+    for i, layer in enumerate(cache.config.layers):
+        if layer.index_dim is not None:
+            cache = jaxkv.write_index(cache, k[i][..., 0, : layer.index_dim], layer=i)
+    return cache
+
+
+def count_strayed(cache):
+    """How many held tokens have index keys that are not those of their keys."""
+    count = jnp.int32(0)
+    row, position = jnp.arange(ROWS)[:, None], jnp.arange(cache.config.max_seq_len)[None]
+    for i, layer in enumerate(cache.config.layers):
+        if layer.index_dim is not None:
+            block, offset = cache.slots(row, position, layer=i)
+            index = cache.pool(i).index.keys[block, 0, 0, offset, : layer.index_dim]
+            keys = cache.read(i, row, position)[0][..., 0, : layer.index_dim]
+            count += jnp.sum((index != keys).any(axis=-1) & (block != 0), dtype=jnp.int32)
+    return count
 
 
 # Compiled once for each config and shape, without optimisation, and used in all examples.
@@ -100,7 +125,7 @@ donating = functools.partial(jax.jit, donate_argnames="cache", compiler_options=
 PROGRAMS = {
     f: donating(f)
     for f in (
-        step, jaxkv.append, jaxkv.reserve, jaxkv.fork, jaxkv.truncate, jaxkv.reorder, jaxkv.free, jaxkv.swap_in,
+        step, append, jaxkv.reserve, jaxkv.fork, jaxkv.truncate, jaxkv.reorder, jaxkv.free, jaxkv.swap_in,
     )
 }  # fmt: skip
 
@@ -112,7 +137,8 @@ def look(cache):
     for x in jax.tree.leaves(seen(cache)):
         kind = "float32" if x.dtype == "float32" else "int32"
         packed.setdefault(kind, []).append(x.ravel().astype(kind))
-    return {kind: jnp.concatenate(parts) for kind, parts in packed.items()}, poison(cache)
+    packed = {kind: jnp.concatenate(parts) for kind, parts in packed.items()}
+    return packed | {"strayed": count_strayed(cache)}, poison(cache)
 
 
 def seen(cache):
@@ -177,6 +203,7 @@ class Machine(RuleBasedStateMachine):
     def compare(self):
         self.operations += 1
         packed, self.cache = look(self.cache)
+        assert not packed["strayed"], "index keys are those of their tokens"
         dense, cache = on_host(self.config, packed)
         self.oracle.assert_matches(cache, dense)
         if self.operations % INVARIANTS_EVERY == 0:
@@ -213,7 +240,7 @@ class Machine(RuleBasedStateMachine):
         self.oracle.extend_to_append(counts, PACKED_PLACES if packed else PLACES, packed)
         k, v = self.kv(packed)
         self.oracle.write(k, v)
-        self.run(jaxkv.append, k, v, np.array(counts))
+        self.run(append, k, v, np.array(counts))
 
     @rule(counts=COUNTS)
     def step(self, counts):
@@ -358,7 +385,9 @@ class Machine(RuleBasedStateMachine):
             jaxkv.save(f"{folder}/cache.safetensors", self.cache)
             loaded = jaxkv.load(f"{folder}/cache.safetensors")
         jaxkv.check_invariants(loaded)
-        dense, _ = on_host(self.config, look(loaded)[0])
+        packed, _ = look(loaded)
+        assert not packed["strayed"], "index keys are those of their tokens"
+        dense, _ = on_host(self.config, packed)
         for layer, actual in enumerate(dense):
             for r, row in enumerate(self.oracle.rows):
                 held = row.blocks[self.oracle.group(layer)]

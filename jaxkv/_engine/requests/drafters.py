@@ -147,7 +147,7 @@ def read_draft(
             raise ValueError(f'draft must be a model, "ngram" or None, not {show(draft)}.')
         if branches > 1:
             _check_branches(model, hook)
-            _check_no_states(model)
+            _check_trees(model)
         return count, branches
     if not callable(draft) or not hasattr(draft, "layer_configs"):
         raise ValueError(f'draft must be a model, "ngram" or None, not {show(draft)}.')
@@ -171,8 +171,13 @@ def _has_windows(model: Any) -> bool:
     return any(layer.retention.visible_tokens is not None for layer in model.layer_configs)
 
 
-def _check_no_states(model: Any) -> None:
+def _check_trees(model: Any) -> None:
     for i, layer in enumerate(model.layer_configs):
+        if layer.index_dim is not None:
+            raise ValueError(
+                f"draft_branches make a tree, but layer {i} of the model chooses its tokens by index keys, which go by "
+                "positions: leave draft_branches out."
+            )
         if layer.is_recurrent:
             raise ValueError(
                 f"draft_branches make a tree, but layer {i} of the model is one {layer.retention}, which takes one "
