@@ -281,4 +281,8 @@ MUTANTS = {
             "f'{type(model).__name__} {getattr(model, 'config', None)!r} {structure}'",
         ),
     ),
+    "siblings of windows are computed one by one": (
+        "test_siblings_of_layers_that_keep_less",
+        Plant("Scheduler._gather", "self.rows.must_follow(sequence, s)", "False"),
+    ),
 }

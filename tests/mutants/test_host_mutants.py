@@ -26,7 +26,7 @@ SOURCES = Sources(PACKAGE, "jaxkv")
 
 
 def test_every_mistake_can_be_made():
-    assert len(MUTANTS) >= 113 and len(MUTANTS) == len(OF_TIERS) + len(OF_ENGINES) + len(OF_FORMS)
+    assert len(MUTANTS) >= 117 and len(MUTANTS) == len(OF_TIERS) + len(OF_ENGINES) + len(OF_FORMS)
     tests = find_tests(TESTS)
     for name, (test, *plants) in MUTANTS.items():
         assert len(tests[test]) == 1, (name, test, tests[test])

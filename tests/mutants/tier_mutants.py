@@ -356,4 +356,18 @@ MUTANTS = {
         "test_a_row_swaps_into_a_cache_on_another_device",
         Plant("place_like", "x.sharding.device_set == own.sharding.device_set", "True"),
     ),
+    "a sibling is taken to hold what has left its window": (
+        "test_beside_a_sibling_that_has_gone_on",
+        Plant("HostBlocks.drop_shared", "block >= held_from", "block >= 0"),
+    ),
+    "rows that are sent one by one share nothing": (
+        "test_sent_one_by_one",
+        Plant("_tiers.send:send", "may_share(to)", "False"),
+    ),
+    "blocks of a window are counted from the first token on": (
+        "test_rows_of_windows_that_go_on",
+        Plant(
+            "number_blocks", "jnp.maximum(tables.skipped, end - blocks_of_bounds(cache, layer))", "tables.skipped * 0"
+        ),
+    ),
 }

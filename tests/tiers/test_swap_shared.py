@@ -11,6 +11,8 @@ from steps import on_device
 
 import jaxkv
 from jaxkv import LayerConfig
+from jaxkv._tiers.host_tier import swap_in_beside
+from jaxkv.testing import poison
 
 SIZE, ROWS = 4, 4
 WIDE = LayerConfig(num_kv_heads=2, head_dim=8)
@@ -110,6 +112,20 @@ def test_one_by_one(name):
     jaxkv.check(cache)
     assert cache.blocks_in_use == before
     assert_same([contents(cache, row) for row in range(ROWS)], rows)
+
+
+def test_beside_a_sibling_that_has_gone_on():
+    """A window layer of it holds some of what both have in common, and the host brings the rest."""
+    cache = forks("two groups")
+    row = contents(cache, 0)
+    cache, host = jaxkv.swap_out(cache, 0)
+    cache = poison(add(cache, [0, 4, 0, 0], seed=2))
+    first_held = [cache.config.first_retained_block(group, 27) for group in range(2)]
+    own, dropped = host.drop_shared(22 // SIZE, first_held, cache.config.group_sinks)
+    assert first_held == [0, 4] and dropped == [5, 1] and bytes_of(own) < bytes_of(host)
+    back = jax.jit(swap_in_beside)(cache, 0, own, 1, 22 // SIZE)
+    jaxkv.check_invariants(back)
+    assert_same(contents(back, 0), row)
 
 
 @pytest.mark.parametrize("name", CONFIGS if NIGHTLY else ["two groups"])
