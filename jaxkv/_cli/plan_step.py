@@ -55,9 +55,10 @@ class Collective:
 def collectives(config: DecoderConfig, devices: Devices, rows: int, itemsize: int = ITEMSIZE) -> list[Collective]:
     """Returns the collectives of a decode step of `rows` rows a data-parallel group, with `itemsize` bytes a value.
 
-    Over `tensor` a layer has two sums of `[rows, embed_dim]`, after attention and after the MLP, and the embedding adds
-    one more; the logits, in float32, are gathered once. Parameters that cannot be sharded are replicated, and need no
-    sum. Over `context` a layer gathers a float32 output and LSE for every query head. Over `data` nothing is sent.
+    Over `tensor` a layer has two sums of `[rows, embed_dim]`, after attention or a mixer and after the MLP, and the
+    embedding adds one more; the logits, in float32, are gathered once. Parameters that cannot be sharded are
+    replicated, and need no sum. Over `context` a layer gathers a float32 output and LSE for every query head. Over
+    `data` nothing is sent.
     """
     by_heads, by_vocab = config.num_heads % devices.tensor == 0, config.vocab_size % devices.tensor == 0
     experts = config.expert_layers or (False,) * config.num_layers
@@ -67,9 +68,10 @@ def collectives(config: DecoderConfig, devices: Devices, rows: int, itemsize: in
         (own, shared) if is_expert else (config.mlp_dim,)
         for block, is_expert in zip(blocks, experts, strict=True) if block.mlp
     ]  # fmt: skip
-    attending = sum(bool(block.attention) for block in blocks)  # mixers are replicated
+    attending = sum(bool(block.attention) for block in blocks)
+    mixing = sum(block.mixer.shapes(1)["out"][0] % devices.tensor == 0 for block in blocks if block.mixer)
     behind = sum(any(n > 0 and n % devices.tensor == 0 for n in widths) for widths in divided)
-    sums = attending * by_heads + behind + by_vocab
+    sums = attending * by_heads + mixing + behind + by_vocab
     heads = config.num_heads // (devices.tensor if by_heads else 1)
     output = config.head_dim if config.latent is None else config.latent.rank
     logits = rows * 4 * config.vocab_size // devices.tensor

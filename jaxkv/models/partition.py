@@ -1,8 +1,8 @@
 """Shards a decoder's parameters over the devices of a mesh.
 
-Attention is sharded by heads, an MLP and each expert by its hidden width, the vocabulary by its entries. Each layer has
-two sums over devices, after attention and after the MLP or the experts. This is the partitioning of Megatron-LM
-(https://arxiv.org/abs/1909.08053).
+Attention and mixers are sharded by heads or channels, an MLP and each expert by its hidden width, the vocabulary by its
+entries. Each layer has two sums over devices, after attention or a mixer, and after the MLP or the experts. This is the
+partitioning of Megatron-LM (https://arxiv.org/abs/1909.08053).
 """
 
 from typing import Any
@@ -20,10 +20,17 @@ ATTENTION = {
     "query": -3, "query_bias": -2, "query_up": -3, "key": -3, "key_bias": -2, "value": -3, "value_bias": -2,
     "key_up": -3, "value_up": -3, "out": -3, "sinks": -1, "gate": -3,
 }  # fmt: skip
+MIXER = {
+    "query": -2, "key": -2, "value": -2, "query_conv": -2, "key_conv": -2, "value_conv": -2, "decay": -2,
+    "decay_bias": -1, "log_decay": -1, "beta": -2, "gate": -2, "project": -2, "project_bias": -1, "conv": -2,
+    "conv_bias": -1, "step_bias": -1, "skip": -1, "out": -2,
+}  # fmt: skip
 MLP = {"gate": -2, "gate_bias": -1, "up": -2, "up_bias": -1, "down": -1}
 EXPERTS = {"gate": -1, "gate_bias": -1, "up": -1, "up_bias": -1, "down": -2}
 TABLES = {"embed": -2, "head": -2}
-DIVIDED = {"layer_embed": {"embed": -2}, "attention": ATTENTION, "mlp": MLP, "shared": MLP, "experts": EXPERTS}
+DIVIDED = {
+    "layer_embed": {"embed": -2}, "attention": ATTENTION, "mixer": MIXER, "mlp": MLP, "shared": MLP, "experts": EXPERTS,
+}  # fmt: skip
 
 
 def automatic(mesh: Any) -> Mesh:

@@ -289,6 +289,8 @@ def _count_heads(states: jax.Array) -> int:
     """Returns how many heads of a row are computed at once: operations on more than a few pages of memory are divided
     over cores, which takes longer than the work."""
     heads, size = states.shape[1], 4 * math.prod(states.shape[2:])
+    if not jax.typeof(states).sharding.mesh.empty:  # a part of heads that lie on several devices would be gathered
+        return heads
     return max(count for count in range(1, heads + 1) if not heads % count and count * size <= max(size, AT_ONCE))
 
 

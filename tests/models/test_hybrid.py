@@ -101,6 +101,16 @@ def test_published_configs_have_transformers_parameters_and_states(name):
     assert (len(states), sum(states)) == (expected["layers"], expected["row_bytes"])
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_mixers_are_divided_over_devices(name):
+    """All but norms, low ranks and what no number divides evenly."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = config_reader.parse(PUBLISHED[name]["config"])
+    whole = count_parameters(config)
+    assert 0.5 * whole <= count_parameters(config, 2) < 0.51 * whole
+
+
 @pytest.mark.parametrize("name", ["qwen3.5-9b", "nemotron-3-nano-30b-a3b"])
 def test_a_plan_counts_states_to_the_byte(name, tmp_path, capsys):
     """What is planned is what the cache of that config takes, and one row more would not fit."""
