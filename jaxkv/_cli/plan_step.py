@@ -69,7 +69,8 @@ def collectives(config: DecoderConfig, devices: Devices, rows: int, itemsize: in
         for block, is_expert in zip(blocks, experts, strict=True) if block.mlp
     ]  # fmt: skip
     attending = sum(bool(block.attention) for block in blocks)
-    mixing = sum(block.mixer.shapes(1)["out"][0] % devices.tensor == 0 for block in blocks if block.mixer)
+    outputs = [block.mixer.shapes(config.embed_dim)["out"] or (1,) for block in blocks if block.mixer]
+    mixing = sum(shape[0] % devices.tensor == 0 for shape in outputs)
     behind = sum(any(n > 0 and n % devices.tensor == 0 for n in widths) for widths in divided)
     sums = attending * by_heads + mixing + behind + by_vocab
     heads = config.num_heads // (devices.tensor if by_heads else 1)

@@ -272,12 +272,12 @@ class _Place(NamedTuple):
 
     slot: jax.Array
     head: jax.Array  # the first
-    count: int
+    heads: int
 
     def read(self, states: jax.Array) -> jax.Array:
         """Returns the heads' states, as they are stored."""
         start = (self.slot, self.head, *[jnp.int32(0)] * (states.ndim - 2))
-        return jax.lax.dynamic_slice(states, start, (1, self.count, *states.shape[2:]))[0]
+        return jax.lax.dynamic_slice(states, start, (1, self.heads, *states.shape[2:]))[0]
 
     def write(self, states: jax.Array, new: jax.Array) -> jax.Array:
         """Returns the pool with other states of the heads."""
