@@ -4,6 +4,7 @@ is that of a lone row."""
 import functools
 import random
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -303,3 +304,46 @@ def test_snapshots_go_to_the_disk_and_come_back(tmp_path):
     assert damaged.stats()["disk_blocks_damaged"] == 5
     prefix.reset(cache)
     assert not list(tmp_path.glob("*/*/*.?"))
+
+
+DEEP = (jaxkv.LayerConfig(num_kv_heads=1, head_dim=4),) * 12 + (
+    jaxkv.LayerConfig.recurrent(state=((48,), "float32")),
+) * 30
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def advance(cache, count, value):
+    """Extends row 0; all of its states are then a value."""
+    cache = jaxkv.extend(cache, jnp.zeros(2, jnp.int32).at[0].set(count))
+    for layer in range(12, 42):
+        cache = jaxkv.write_states(cache, {"state": jnp.full((2, 48), value)}, layer=layer)
+    return cache
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="a thousand turns")
+@pytest.mark.timeout(1800)
+def test_a_hundred_chats_of_ten_turns_are_found():
+    """Of what chats over 30 layers of states have said, little is computed again."""
+    config = CacheConfig(layers=DEEP, max_seqs=2, max_seq_len=256, num_blocks=6000, block_size=SIZE, dtype="float32")
+    cache, prefix, draw = jaxkv.init(config), jaxkv.PrefixCache(config), random.Random(7)
+    chats, known, found = [draw_tokens(draw, 20) for _ in range(100)], 0, 0
+    for turn in range(10):
+        for i in draw.sample(range(100), 100):
+            chat = chats[i]
+            match = prefix.match(chat)
+            cache = prefix.adopt(prefix.make_room(cache, 2 * SIZE), 0, match)
+            if match.num_tokens:
+                held = jaxkv.read_states(jaxkv.extend(cache, [0, 0]), layer=41)["state"][0]
+                assert (held == sum(chat[: match.num_tokens])).all()
+            known, found = known + (len(chat) - 13 if turn else 0), found + match.num_tokens
+            chat, at = chat + draw_tokens(draw, 8), match.num_tokens  # the answer, whose last token is not computed
+            for end in ((len(chat) - 9) // SIZE * SIZE, (len(chat) - 1) // SIZE * SIZE, len(chat) - 1):
+                if end > at:
+                    cache, at = advance(cache, end - at, float(sum(chat[:end]))), end
+                    cache = prefix.insert(cache, 0, chat[:end])
+            cache = jaxkv.free(cache, [0])
+            chats[i] = chat + draw_tokens(draw, 12)
+    prefix.check_invariants(cache)
+    share = prefix.stats()["snapshot_bytes"] / cache.bytes
+    print(f"{found} of {known} known tokens found, snapshots take {share:.1%} of the cache's bytes")
+    assert found >= 0.95 * known and share < 0.1
