@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from checksum_model import LONGEST, VOCAB, Checksum, Placed, Several
+from checksum_model import LONGEST, VOCAB, Checksum, Latent, Placed, Several
 from hybrid_model import SEEN, Hybrid
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -35,6 +35,8 @@ class Shape:
     draft: str | None = None
     evict: str | None = None
     devices: int = 1
+    cache_dtype: str | None = None
+    is_latent: bool = False
 
 
 SHAPES = [
@@ -55,12 +57,23 @@ SHAPES = [
     Shape(SEEN, prefix_cache=True, draft="hybrid", step_tokens=24, block_size=4),
     Shape(SEEN, prefix_cache=True, steps_per_dispatch=4, step_tokens=16, block_size=4),
     Shape(SEEN, prefix_cache=True, devices=2, block_size=4, step_tokens=9),
+    Shape((7,), step_tokens=12),
+    Shape(MIXED, cache_dtype="int8", step_tokens=16),
+    Shape(MIXED, is_latent=True, step_tokens=16),
 ]
+
+
+def plain_model(shape: Shape) -> Any:
+    if shape.windows == SEEN:
+        return Hybrid()
+    if shape.is_latent:
+        return Latent(shape.windows)
+    return (Several if shape.draft else Checksum)(shape.windows)
 
 
 @functools.cache
 def model_of(shape: Shape) -> Any:
-    model = Hybrid() if shape.windows == SEEN else (Several if shape.draft else Checksum)(shape.windows)
+    model = plain_model(shape)
     if shape.devices == 1:
         return model
     place = Mesh(np.array(jax.devices()[: shape.devices]), ("data",))
@@ -69,10 +82,11 @@ def model_of(shape: Shape) -> Any:
 
 def options_of(shape: Shape) -> dict[str, Any]:
     evict = shape.evict and jaxkv.Eviction(shape.evict, 0.6, every=5)
-    return {"max_seq_len": LONGEST, "block_size": shape.block_size, "evict": evict}
+    sizes = {"max_seq_len": LONGEST, "block_size": shape.block_size, "evict": evict}
+    return sizes | ({"cache_dtype": shape.cache_dtype} if shape.cache_dtype else {})
 
 
-def new_engine(shape: Shape, draw: random.Random) -> jaxkv.Engine:
+def new_engine(shape: Shape, draw: random.Random, spill_bytes: int) -> jaxkv.Engine:
     """An engine with few blocks, of which a run can make do."""
     least = -(-LONGEST // shape.block_size) + 1
     options = options_of(shape) | {
@@ -81,7 +95,7 @@ def new_engine(shape: Shape, draw: random.Random) -> jaxkv.Engine:
         "steps_per_dispatch": shape.steps_per_dispatch, "swap": draw.choice(["always", "never", "auto"]),
     }  # fmt: skip
     if shape.prefix_cache:
-        options |= {"prefix_cache": True, "spill_bytes": draw.choice([0, 0, 10**4])}
+        options |= {"prefix_cache": True, "spill_bytes": spill_bytes}
     if shape.draft:
         options |= {"draft": Hybrid(wrong=3) if shape.draft == "hybrid" else shape.draft, "draft_tokens": 4}
     return jaxkv.Engine(model_of(shape), **options)
@@ -90,13 +104,17 @@ def new_engine(shape: Shape, draw: random.Random) -> jaxkv.Engine:
 @functools.cache
 def lone_engine(shape: Shape) -> jaxkv.Engine:
     """Serves one request at a time, in a row of its own."""
-    model = Hybrid() if shape.windows == SEEN else Checksum(shape.windows)
+    model = plain_model(dataclasses.replace(shape, draft=None))
     return jaxkv.Engine(model, max_seqs=1, step_tokens=LONGEST, **options_of(shape))
 
 
 @functools.lru_cache(maxsize=4096)
 def lone_tokens(shape: Shape, prompt: tuple[int, ...], fields: tuple[tuple[str, Any], ...]) -> list[list[int]]:
-    engine = lone_engine(dataclasses.replace(shape, prefix_cache=False, draft=None, devices=1, steps_per_dispatch=1))
+    alone = Shape(
+        shape.windows, block_size=shape.block_size, evict=shape.evict, cache_dtype=shape.cache_dtype,
+        is_latent=shape.is_latent,
+    )  # fmt: skip
+    engine = lone_engine(alone)
     request = engine.submit(list(prompt), **dict(fields))
     list(engine.run())
     return [sample.tokens for sample in request.samples]
@@ -112,8 +130,14 @@ def draw_request(draw: random.Random) -> tuple[tuple[int, ...], dict[str, Any], 
     if draw.random() < 0.3:
         fields |= {"eos": draw.randrange(VOCAB)}
     if draw.random() < 0.25:
-        fields |= {"n": draw.randint(2, 5)}
-    return tuple(prompt), fields, {"priority": draw.choice([0, 0, 0, -1, 2]), "salt": draw.choice([None, None, "a"])}
+        fields |= {"n": draw.choice([2, 3, 4, 5, 8])}
+    if draw.random() < 0.15:
+        fields |= {"stop": tuple((draw.randrange(VOCAB),) for _ in range(8)), "include_stop": draw.random() < 0.3}
+    others = {
+        "priority": draw.choice([0, 0, 0, -1, 2]), "salt": draw.choice([None, None, "a"]),
+        "keep_prefix": draw.choice([True, True, False, "prompt"]),
+    }  # fmt: skip
+    return tuple(prompt), fields, others
 
 
 class Run:
@@ -123,7 +147,8 @@ class Run:
         self.draw = random.Random(seed)
         shapes = SHAPES if shapes is None else shapes
         self.shape = shapes[seed % len(shapes)]
-        self.engine = new_engine(self.shape, self.draw)
+        self.spill_bytes = self.draw.choice([0, 0, 10**4])
+        self.engine = new_engine(self.shape, self.draw, self.spill_bytes)
         self.requests: list[tuple[jaxkv.Request, tuple[int, ...], dict[str, Any]]] = []
         self.told: dict[jaxkv.Request, list[int]] = {}
         self.pins: list[tuple[Any, list[int], Any]] = []
@@ -147,6 +172,8 @@ class Run:
         if self.requests and draw.random() < 0.15:
             request = draw.choice(self.requests)[0]
             draw.choice(request.samples).cancel() if draw.random() < 0.5 else request.cancel()
+        if draw.random() < 0.05 and not self.pins:
+            self.let_go()
         if engine.prefix is not None and draw.random() < 0.2:
             self.pin()
         if self.pins and draw.random() < 0.2:
@@ -162,6 +189,12 @@ class Run:
                     self.told.setdefault(request, []).append(token)
         except jaxkv.OutOfBlocks as error:
             assert self.had_pins and error.request.ended == "error", "nothing but pins keeps a request from beginning"
+
+    def let_go(self) -> None:
+        """Gives the cache's memory back for a while."""
+        has_host = self.engine.prefix is None or self.spill_bytes > 0
+        self.engine.release(keep=has_host and self.draw.random() < 0.7)
+        self.engine.restore()
 
     def pin(self) -> None:
         prefix = self.draw.choice(getattr(self.engine.prefix, "shards", [self.engine.prefix]))
