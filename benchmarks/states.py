@@ -1,4 +1,5 @@
-"""What layers that keep a state cost: a decode step beside a copy, a prompt beside a scan token by token.
+"""What layers that keep a state cost: a decode step beside a copy, a prompt beside a scan token by token, and what a
+further layer adds to the program of a decode step, whatever the rows.
 
     python benchmarks/states.py
 
@@ -18,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from _harness import save, table
 
+import jaxkv
 from pallas_kernels import gated_delta_rule
 
+FREE = ("parameter(", "get-tuple-element(", "bitcast(", "tuple(", "constant(")
 ROWS, TOKENS, HEADS, DIM = 32, 2048, 32, 128
 
 
@@ -95,12 +98,49 @@ def measure(contenders: dict[str, Callable[[], Any]], repeats: int) -> list[dict
     ]
 
 
+def compile_decode(num_layers: int, rows: int) -> dict[str, float]:
+    """Returns the size of a decode step of attention and gated delta nets, and the CPU seconds to compile it."""
+    states = {"conv": ((2 * 128 + 128, 3), "bfloat16"), "state": ((4, 32, 32), "float32")}
+    layers = jaxkv.LayerConfig(num_kv_heads=1, head_dim=32), *[jaxkv.LayerConfig.recurrent(**states)] * num_layers
+    config = jaxkv.CacheConfig(layers=layers, max_seqs=rows, max_seq_len=256, num_blocks=16 * rows)
+    cache = jax.eval_shape(lambda: jaxkv.init(config))
+
+    def step(cache, x, weight, g):
+        cache = jaxkv.extend(cache, jnp.ones(rows, jnp.int32))
+        for layer in range(1, num_layers + 1):
+            x, cache = jaxkv.causal_conv(x, weight, cache, layer, activation="silu")
+            q, k, v = (y.reshape(rows, 1, 4, 32) for y in jnp.split(x, 3, axis=-1))
+            y, cache = jaxkv.gated_delta_rule(q, k, v, g, -g, cache, layer)
+            x = jnp.concatenate([y.reshape(rows, 1, -1)] * 3, axis=-1)
+        return x, cache
+
+    x, g = (jax.ShapeDtypeStruct((rows, 1, n), jnp.float32) for n in (384, 4))
+    lowered = jax.jit(step, donate_argnames="cache").lower(cache, x, jax.ShapeDtypeStruct((384, 4), jnp.float32), g)
+    start = time.process_time()
+    lines = lowered.compile().as_text().splitlines()
+    seconds = time.process_time() - start
+    entry = lines[next(i for i, line in enumerate(lines) if line.startswith("ENTRY")) + 1 :]
+    operations = [line for line in entry if " = " in line and not any(f" {name}" in line for name in FREE)]
+    return {"operations": len(operations), "HLO lines": len(lines), "compile s": seconds}
+
+
+def further_layer() -> list[dict[str, Any]]:
+    """Returns what each of four further layers adds, by the rows of the cache."""
+    compile_decode(1, 4)  # what is done once in a process
+    rows = []
+    for count in (8, 64):
+        few, many = compile_decode(1, count), compile_decode(5, count)
+        rows.append({"rows": count} | {f"{name} a layer": (many[name] - few[name]) / 4 for name in few})
+    return rows
+
+
 def main() -> None:
     """Measures, prints and saves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20)
     repeats = parser.parse_args().repeats
-    rows = {"decode": measure(decode(), repeats), "prefill": measure(prefill(), max(3, repeats // 4))}
+    rows = {"further layer": further_layer()}
+    rows |= {"decode": measure(decode(), repeats), "prefill": measure(prefill(), max(3, repeats // 4))}
     for name, found in rows.items():
         print(f"\n{name}")
         table(found)
