@@ -361,7 +361,7 @@ def test_close_waits_for_a_step_of_another_thread(monkeypatch):
         assert not thread.is_alive() and all("is closed" in error for error in errors)
         assert way == "run" or errors
         assert all(request.done for request in requests)
-        assert all(x.is_deleted() for loop in engine._loops for x in loop.residents._leaves)
+        assert all(x.is_deleted() for loop in engine._loops for x in loop.residents.device.leaves)
 
 
 def test_close_from_within_a_step_and_from_a_loop():
@@ -375,7 +375,7 @@ def test_close_from_within_a_step_and_from_a_loop():
 
     engine._loop.begin = close_first
     engine.step()  # it ends, then all is given back
-    assert engine.is_closed and not engine._residents._leaves
+    assert engine.is_closed and not engine._residents.device.leaves
     engine = jaxkv.Engine(MODEL, **ROOM)
     request = engine.submit(PROMPTS[0], 9)
     for _ in engine.run():

@@ -50,7 +50,7 @@ MUTANTS = {
     ),
     "what blocks came back into is lost": (
         "test_a_cache_used_up_while_blocks_come_back_from_the_host_is_not_lost",
-        Plant("CacheManager.recover", "self.cache = self.prefix.recover(self.cache)", ""),
+        Plant("PrefixRows.recover", "self.device.cache = self.prefix.recover(self.device.cache)", ""),
     ),
     "sharing is counted across salts": (
         "test_sharing_is_not_counted_across_salts",
@@ -64,13 +64,13 @@ MUTANTS = {
         "engine",
         Plant(
             "CacheManager.settle",
-            "self._to_free or self._room is None or self._measured_at < self.clock",
-            "self._room is None",
+            "self._to_free or not self.room.is_exact",
+            "not self.room.is_known",
         ),
     ),
     "swapping is thought to cost nothing": (
         "test_the_cheaper_of_swapping_and_recomputing_is_chosen",
-        Plant("CacheManager._should_swap", "moved / self.host_bandwidth", "0 * moved"),
+        Plant("SwapPolicy.should_swap", "moved / self.host_bandwidth", "0 * moved"),
     ),
     "a stop token is part of the output": (
         "test_a_stop_token_ends_a_sequence_and_is_not_part_of_it",

@@ -13,10 +13,11 @@ from jaxkv._engine.programs.model import takes
 from jaxkv._engine.programs.step import Hook
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv._engine.requests.hook_args import HookArgs
-from jaxkv._engine.runner.cache_manager import CacheManager, Swap
+from jaxkv._engine.runner.cache_manager import CacheManager
 from jaxkv._engine.runner.disaggregated_prefill import Prefill
 from jaxkv._engine.runner.engine_core import EngineCore
 from jaxkv._engine.runner.model_runner import ModelRunner
+from jaxkv._engine.runner.swap_policy import Swap
 
 # Other libraries' names of options, by the name here.
 MEANT = {

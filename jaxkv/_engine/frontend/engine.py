@@ -39,9 +39,9 @@ from jaxkv._engine.requests.submission import (
     read_prompt,
     read_salt,
 )
-from jaxkv._engine.runner.cache_manager import Swap
 from jaxkv._engine.runner.disaggregated_prefill import check_prefill
 from jaxkv._engine.runner.model_runner import count_likeliest
+from jaxkv._engine.runner.swap_policy import Swap
 from jaxkv._tiers.prefix_cache.data_parallel import as_one
 
 

@@ -65,7 +65,7 @@ def set_back(loops: Sequence[EngineCore]) -> int:
 
 
 def blocks_peak(loops: Sequence[EngineCore]) -> int:
-    return sum(loop.residents.blocks_peak for loop in loops)
+    return sum(loop.residents.device.blocks_peak for loop in loops)
 
 
 def collect(loops: Sequence[EngineCore]) -> dict[str, Any]:

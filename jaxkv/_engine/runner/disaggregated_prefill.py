@@ -51,7 +51,8 @@ class Prefill:
         deterministic: bool = False,
     ):  # fmt: skip  # fmt: skip
         self.step_tokens, self.long_prefill_tokens, self.target = step_tokens, long_prefill_tokens, target
-        self.residents = CacheManager(config, model, prefix=None, swap="never", host_bandwidth=target.host_bandwidth)
+        bandwidth = target.swapping.host_bandwidth
+        self.residents = CacheManager(config, model, prefix=None, swap="never", host_bandwidth=bandwidth)
         self.pipeline = ModelRunner(model, self.residents, None, step_tokens, 0, deterministic=deterministic)
         self.sent = 0  # rows
         self.restart()

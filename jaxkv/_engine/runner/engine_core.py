@@ -11,7 +11,8 @@ from jaxkv._engine.requests.drafters import Drafter
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
 from jaxkv._engine.requests.scheduler import Scheduler, Sequence, Unsure
-from jaxkv._engine.runner.cache_manager import RELEASED, CacheManager
+from jaxkv._engine.runner.cache_manager import CacheManager
+from jaxkv._engine.runner.device_cache import RELEASED
 from jaxkv._engine.runner.disaggregated_prefill import Prefill
 from jaxkv._engine.runner.model_runner import ModelRunner
 
@@ -96,7 +97,7 @@ class EngineCore:
 
     def known(self, sequence: Sequence) -> int:
         """Returns the leading tokens of a sequence that a prefix cache has here, or will have."""
-        return self.residents.known([*self.scheduler.running, *self.scheduler.waiting], sequence)
+        return self.residents.sharing.known([*self.scheduler.running, *self.scheduler.waiting], sequence)
 
     def may_have_room(self, sequence: Sequence) -> bool:
         """Tells whether there may be room for a sequence that has not been examined yet."""
@@ -175,7 +176,7 @@ class EngineCore:
         for residents in self._all_residents():
             if not residents.is_released:
                 residents.recover()
-            residents.drop_prefixes(model)
+            residents.prefix_rows.rename(model)
         self.pipeline.leaves = leaves
         if self.prefill is not None and prefill is not None:
             self.prefill.pipeline.leaves = prefill

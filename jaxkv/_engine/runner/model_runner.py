@@ -31,6 +31,7 @@ from jaxkv._engine.requests.hook_args import Form, HookArgs
 from jaxkv._engine.requests.sampling import KINDS, Kind
 from jaxkv._engine.requests.scheduler import ScheduledStep, Sequence
 from jaxkv._engine.runner.cache_manager import CacheManager
+from jaxkv._engine.runner.room import Mark
 
 SMALLEST_STEP = 32  # tokens; smaller sizes would be more programs to compile, and hardly faster
 
@@ -43,8 +44,7 @@ class InFlightStep(NamedTuple):
     steps: int
     verify: bool
     num_tokens: int
-    taken: int  # `CacheManager.taken` when it was sent
-    clock: int
+    mark: Mark  # of the room when it was sent
     began: float
     is_first: bool  # first of its shape: it may have been compiled
     # Of prompts that are scored: their requests, first positions, numbers of tokens, and where these are packed.
@@ -86,7 +86,7 @@ class ModelRunner:
         self.flights: collections.deque[InFlightStep] = collections.deque()
         queries = self._remembered.zeros()
         memory = on_device.new_memory(config.max_seqs, config.max_seq_len, self.hook, queries)
-        self._memory = jax.device_put(memory, self.residents.place)  # where steps return it, too
+        self._memory = jax.device_put(memory, self.residents.device.place)  # where steps return it, too
         self._noted: dict[int, Sequence] = {}  # the sequence of each row whose tokens the memory has
         self._idle_since = 0.0  # when the device was seen to finish
 
@@ -187,12 +187,12 @@ class ModelRunner:
         result = self._call(rows, packed, kind, count, steps, verify, form, targets)
         own = rows[GUESSED] if verify else rows[COUNT] if is_decode else np.ones_like(rows[COUNT])
         due = [(s, row, int(own[row])) for s, row, _ in work if rows[DUE, row]]
+        is_first, width = shape not in self._shapes, max(steps, verify + 1)
         self.flights.append(
             InFlightStep(
-                result, due, max(steps, verify + 1), verify > 0, step.num_tokens, residents.taken, residents.clock,
-                began, shape not in self._shapes, scored,
+                result, due, width, verify > 0, step.num_tokens, residents.room.mark(), began, is_first, scored
             )
-        )  # fmt: skip
+        )
         self._shapes.add(shape)
         self.steps, self.tokens = self.steps + steps, self.tokens + step.num_tokens
         return work
@@ -219,7 +219,7 @@ class ModelRunner:
         # An upper bound: it is unknown when the device finished, if it was done before this.
         seconds = (now - max(flight.began, self._idle_since)) / flight.num_tokens
         self._idle_since = now if has_waited else 0.0
-        self.residents.computed(room, flight.taken, flight.clock, None if flight.is_first else seconds)
+        self.residents.computed(room, flight.mark, None if flight.is_first else seconds)
         if min(tokens) < 0:  # the scheduler counts blocks as the cache does: this would be a bug
             check(self.residents.cache)
         likely: Any = flight.result.likeliest and [

@@ -1,6 +1,5 @@
 """Guards pools that are updated in place against exceptions at any point of the call."""
 
-import collections
 import functools
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from jaxkv._core.blocks.block_copy import put_blocks
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.errors import CacheError
+from jaxkv._core.state.interrupts import HandOver
 from jaxkv._core.state.state import Pool
 from jaxkv._tiers.prefix_cache.retained_blocks import keep
 
@@ -21,22 +21,18 @@ def _put(leaves: list[jax.Array], blocks: list[jax.Array], target: jax.Array, st
 
 
 class Landing:
-    """Holds the successors of donated pools: at any instruction a pool is still whole, or its successor is here.
-
-    The call that makes the successor also stores it. JAX makes lists without running any Python, and so do `map` and
-    `extend`: no exception can come between the donation of a pool and the storing of the next one.
-    """
+    """Holds the successors of donated pools, so that a call that is cut off loses none."""
 
     def __init__(self) -> None:
         self._given: list[tuple[list[jax.Array], Any]] = []
-        self._landed: collections.deque[list[jax.Array]] = collections.deque()
+        self._hand_over = HandOver()
 
     def put(self, pool: Pool, blocks: Pool, target: Any) -> Pool:
         """Calls `put_blocks`, donating the pool."""
         given, structure = jax.tree.flatten(pool)
-        self._given = [*self._given[: len(self._landed)], (given, target)]
-        self._landed.extend(map(_put, [given], [jax.tree.leaves(blocks)], [target], [structure]))
-        return jax.tree.unflatten(structure, self._landed[-1])
+        self._given = [*self._given[: len(self._hand_over.results)], (given, target)]
+        landed = self._hand_over.call(_put, given, jax.tree.leaves(blocks), target, structure)
+        return jax.tree.unflatten(structure, landed)
 
     def whole(self, cache: Cache) -> Cache:
         """Returns the cache with the successors of pools that were donated here.
@@ -53,7 +49,7 @@ class Landing:
         for layer, pool in enumerate(cache.pools):
             structure: Any
             leaves, structure = jax.tree.flatten(pool)
-            for (given, target), landed in zip(self._given, self._landed, strict=False):
+            for (given, target), landed in zip(self._given, self._hand_over.results, strict=False):
                 if leaves and given[0] is leaves[0]:
                     pools[layer] = structure.unflatten(landed)
                     blocks = overwritten[cache.config.group(layer)]

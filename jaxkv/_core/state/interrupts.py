@@ -1,0 +1,51 @@
+"""What keeps state whole when a call is cut off: by Ctrl-C, or by any exception between two instructions of Python.
+
+Python may raise a KeyboardInterrupt anywhere. So state on the host is a transaction, computed first and assigned last.
+Two things cannot be had so: a donated array is gone before its successor is assigned, and state that is derived from
+other state is changed in many instructions. They are here.
+"""
+
+import collections
+from typing import Any
+
+
+class HandOver:
+    """Calls programs to which arrays are donated. At any instruction the arrays are whole, or the results are here.
+
+    `map` and `extend` run to their end before Python can raise anything, and so does a compiled program that takes and
+    returns lists: JAX makes these without running any Python.
+    """
+
+    def __init__(self) -> None:
+        self.results: collections.deque[Any] = collections.deque()  # of the calls so far, the last one behind
+
+    def call(self, program: Any, *arguments: Any) -> Any:
+        """Returns what a program returns, and keeps it in `results`."""
+        self.results.extend(map(program, *([argument] for argument in arguments)))
+        return self.results[-1]
+
+
+class Soundness:
+    """Whether derived state follows from what it is derived from: not after a change that was cut off.
+
+    A change is made in `with soundness:`, or between `begin` and `end`. Whoever reads the state makes it anew first if
+    `is_kept` is False.
+    """
+
+    def __init__(self, *, is_kept: bool = True) -> None:
+        self.is_kept = is_kept
+
+    def begin(self) -> None:
+        """Says that a change begins."""
+        self.is_kept = False
+
+    def end(self) -> None:
+        """Says that the change was made in full, or everything anew."""
+        self.is_kept = True
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.end()
