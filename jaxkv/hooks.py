@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv._engine.programs.step import StepRows
+from jaxkv._engine.programs.step_rows import StepRows
 
 __all__ = ["frequency_penalty", "logit_bias", "min_tokens", "presence_penalty", "repetition_penalty"]
 

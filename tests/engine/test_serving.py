@@ -382,7 +382,7 @@ def test_stops_survive_an_interrupted_call():
     assert stops.count_safe([5, 1]) == 1 and stops.count_safe([5, 1, 4]) == 3 and stops.count_safe([2]) == 0
     text = TextStops(["cd"], Letters(), [])
     assert text.find([1, 2], 0) is None and text.count_safe([1, 2]) == 1
-    text._is_sound = False  # as after an interrupt
+    text._soundness.begin()  # as after an interrupt
     assert text.find([1, 2, 3, 4], 1) == (1, "cd")
     for is_whole, shown in ((False, "b"), (True, "bc")):
         assert TextStops(["cd"], Letters(), []).read_text([1, 2], is_whole=is_whole) == shown

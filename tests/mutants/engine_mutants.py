@@ -22,7 +22,7 @@ MUTANTS = {
     ),
     "what was cut off is gone on with": (
         "test_every_line_of_one_step_and_of_leaving_a_stream",
-        Plant("EngineCore.make_sound", "not self._is_sound", "False"),
+        Plant("EngineCore.make_sound", "not self._soundness.is_kept", "False"),
     ),
     "requests are lost with a call": (
         "test_every_line_of_one_step_and_of_leaving_a_stream",
@@ -46,7 +46,7 @@ MUTANTS = {
     ),
     "a lost cache is gone on with": (
         "test_a_lost_cache_is_said_and_reset_loses_no_request",
-        Plant("CacheManager.recover", "if self.is_lost: ...", "if False: ..."),
+        Plant("DeviceCache.is_lost", "any(x.is_deleted() for x in self.leaves)", "False"),
     ),
     "what blocks came back into is lost": (
         "test_a_cache_used_up_while_blocks_come_back_from_the_host_is_not_lost",
@@ -152,7 +152,7 @@ MUTANTS = {
     ),
     "numbers of requests are given again": (
         "test_it_goes_on_with_the_same_tokens",
-        Plant("Resumable.load", "itertools.count(max(first, peek(self._numbers)))", "itertools.count()"),
+        Plant("Resumable.load", "Numbers(max(first, self._numbers.next))", "Numbers()"),
     ),
     "a part of a save that failed is left": (
         "test_one_cache_over_two_processes",
@@ -169,19 +169,19 @@ MUTANTS = {
     ),
     "a right guess after a wrong one": (
         "test_a_tree_of_guesses_changes_no_token",
-        Plant("_verify_trees", "is_right[i] & at(on_path, parent[i][None])[0]", "is_right[i]"),
+        Plant("verify_trees", "is_right[i] & at(on_path, parent[i][None])[0]", "is_right[i]"),
     ),
     "a tree is computed as a chain": (
         "test_a_tree_of_guesses_changes_no_token",
         Plant(
-            "_verify_trees",
+            "verify_trees",
             "run(cache, memory, tokens, counts, places.ravel(), tree=parents)",
             "run(cache, memory, tokens, counts, places.ravel())",
         ),
     ),
     "the token chosen after the wrong branch": (
         "test_a_tree_of_guesses_changes_no_token",
-        Plant("_verify_trees", "at(chosen, path)", "chosen + 0 * path"),
+        Plant("verify_trees", "at(chosen, path)", "chosen + 0 * path"),
     ),
     "a guess hangs from the token before its parent": (
         "test_a_tree_of_guesses_changes_no_token",

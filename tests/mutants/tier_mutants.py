@@ -26,7 +26,7 @@ MUTANTS = {
     ),
     "what is cut off is not mended": (
         "test_a_call_is_cut_off_at_every_line",
-        Plant("PrefixIndex.mend", "if self.settled:\n    return", "return"),
+        Plant("PrefixIndex.mend", "if self.soundness.is_kept:\n    return", "return"),
     ),
     "the host's memory has no bound": (
         "test_the_host_memory_is_bounded",

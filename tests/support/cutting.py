@@ -7,7 +7,10 @@ import sys
 
 import jaxkv
 
-WATCHED = tuple(f"{os.path.dirname(jaxkv.__file__)}{os.sep}{wing}" for wing in ("_engine", "_tiers"))
+WATCHED = tuple(
+    os.path.join(os.path.dirname(jaxkv.__file__), *wing.split("/"))
+    for wing in ("_engine", "_tiers", "_core/state/interrupts.py")
+)
 
 
 class Cut(BaseException):

@@ -10,7 +10,7 @@ from jaxkv._core.state.device_arrays import AXIS, split_model
 from jaxkv._engine.frontend.fingerprint import make_prefix
 from jaxkv._engine.programs.draft_model import make_drafter
 from jaxkv._engine.programs.model import takes
-from jaxkv._engine.programs.step import Hook
+from jaxkv._engine.programs.step_rows import Hook
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.runner.cache_manager import CacheManager

@@ -6,7 +6,6 @@ requests. Saved rows need not be computed again; all other state follows from th
 
 import dataclasses
 import functools
-import itertools
 import os
 import weakref
 from collections.abc import Callable, Collection
@@ -18,10 +17,11 @@ import numpy as np
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer
 from jaxkv._core.state.errors import CacheFileError
+from jaxkv._core.state.interrupts import Numbers
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
 from jaxkv._engine.frontend.fingerprint import fingerprint
 from jaxkv._engine.requests.hook_args import HookArgs, from_json
-from jaxkv._engine.requests.request import Request, peek
+from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import SamplingParams
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._engine.requests.stops import IdStops, TextStops, read_stops
@@ -41,7 +41,7 @@ class Resumable:
     _most_tokens: int
     _loop: EngineCore | DataParallelCores
     _loops: list[EngineCore]
-    _numbers: "itertools.count[int]"
+    _numbers: Numbers
     _news: dict[Request, None]
     _hook_args: HookArgs
     _exclusive: Any
@@ -78,7 +78,7 @@ class Resumable:
             places = {sequence: place for place, sequence in enumerate(rows)}
             open_ = {request: s for loop in self._loops for request, s in loop.open.items()}
             for request in open_:
-                if any(isinstance(stops, TextStops) for stops in request.stops):
+                if any(isinstance(stops, TextStops) for stops in request.search.stops):
                     raise ValueError(
                         f"Request {request.number} was submitted with a tokenizer, which no file holds: let it end, or "
                         "cancel it, before the engine is saved."
@@ -89,7 +89,7 @@ class Resumable:
             told = [r for r in self._news if r not in open_ and r.has_news]
             entries = [_render(r, None, None, self._hook_args) for r in told]
             entries += [_render(r, places.get(s), leaders.get(r), self._hook_args) for r, s in open_.items()]
-            state = {"version": VERSION, "next": peek(self._numbers), "requests": entries}
+            state = {"version": VERSION, "next": self._numbers.next, "requests": entries}
             save(path, self._loop.cache, list(rows.values()), model=self._model, metadata={KEY: state})
 
     def load(self, path: str | os.PathLike) -> list[Request]:
@@ -132,7 +132,7 @@ class Resumable:
                     raise CacheFileError(f"Request {request.number} of {path} cannot go on here: {why}.")
             self._loop.adopt(sequences)
             self._news |= dict.fromkeys(requests)
-            self._numbers = itertools.count(max(first, peek(self._numbers)))
+            self._numbers = Numbers(max(first, self._numbers.next))
             return requests
 
     def _read(self, file: SavedRows, state: dict[str, Any]) -> tuple[int, list[Request], list[Sequence]]:
@@ -203,7 +203,7 @@ class Resumable:
         if (token := entry.get("stop_token")) is not None:
             logprob = entry["stop_logprob"]
             request.stop = _tokens([token])[0], None if logprob == "None" else float(logprob)
-        if request.stops and not request.done:
+        if request.search.stops and not request.done:
             request.look_for_stops()
         if not request.prompt or len(request.output) > request.limit:
             raise ValueError("a request has no prompt, or more tokens than its limit")
@@ -240,8 +240,8 @@ def _render(request: Request, row: int | None, leader: int | None, hook_args: Ho
         "stopped": request.stopped, "refusal": request.refusal, "stop_token": request.stop_token,
         "stop_logprob": repr(request.stop_logprob),
         "priority": request.priority, "hook_args": hook_args.to_json(request.hook_args),
-        "keep_prefix": request.keep_prefix, "adapter": request.adapter, "include_stop": request.include_stop,
-        "stop": [list(stop) for stops in request.stops if isinstance(stops, IdStops) for stop in stops.stops],
+        "keep_prefix": request.keep_prefix, "adapter": request.adapter, "include_stop": request.search.is_included,
+        "stop": [list(stop) for stops in request.search.stops if isinstance(stops, IdStops) for stop in stops.stops],
         # As text, since JSON has neither keys that are numbers nor infinities.
         "logprobs": [[[token, repr(p)] for token, p in pairs.items()] for pairs in request.output_logprobs],
         "row": row, "leader": leader, **({} if scores is None else {"scores": list(map(repr, scores.tolist()))}),

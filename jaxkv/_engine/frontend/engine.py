@@ -1,7 +1,6 @@
 """The engine: continuous batching of requests, with asynchronous steps that do not wait for the one before."""
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Unpack
@@ -11,6 +10,7 @@ from jaxkv._core.config.fields import EngineFields
 from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer, read_list, real, show
 from jaxkv._core.state.device_arrays import split_model, take_local_model
+from jaxkv._core.state.interrupts import Numbers
 from jaxkv._engine.frontend import metrics as figures
 from jaxkv._engine.frontend.build import check_fields, make_cores, read_deterministic, read_longest
 from jaxkv._engine.frontend.checkpoint import Resumable
@@ -21,11 +21,12 @@ from jaxkv._engine.frontend.rollouts import Updatable
 from jaxkv._engine.frontend.serving import Servable
 from jaxkv._engine.frontend.warmup import call_all
 from jaxkv._engine.programs.model import ADAPTERS, Model, check_form, check_shapes, takes
-from jaxkv._engine.programs.step import Hook, column_of, read_hook, recompute
+from jaxkv._engine.programs.recompute import recompute
+from jaxkv._engine.programs.step_rows import Hook, column_of, read_hook
 from jaxkv._engine.requests.drafters import read_draft
 from jaxkv._engine.requests.eviction_policy import Eviction, read_eviction
 from jaxkv._engine.requests.hook_args import HookArgs
-from jaxkv._engine.requests.request import KeepPrefix, Request, collect_tokens, raise_refusal
+from jaxkv._engine.requests.request import KeepPrefix, Request
 from jaxkv._engine.requests.sampling import KINDS, Kind, SamplingParams, read_kinds, read_seed
 from jaxkv._engine.requests.stops import Tokenizer, read_stops
 from jaxkv._engine.requests.submission import (
@@ -39,6 +40,7 @@ from jaxkv._engine.requests.submission import (
     read_prompt,
     read_salt,
 )
+from jaxkv._engine.requests.waiting import collect_tokens, raise_refusal
 from jaxkv._engine.runner.disaggregated_prefill import check_prefill
 from jaxkv._engine.runner.model_runner import count_likeliest
 from jaxkv._engine.runner.swap_policy import Swap
@@ -171,7 +173,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         self._residents, self._pipeline, self._prefill = first.residents, first.pipeline, first.prefill
         self._remember_given(model)
         self._turn = EngineLock()
-        self._numbers = itertools.count()
+        self._numbers = Numbers()
         self._news: dict[Request, None] = {}  # requests that may have tokens not handed out by `step` and `run`
 
     # What there is.
@@ -311,7 +313,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         self._refuse_full(count)
         request = Request.several([
             self._request(
-                next(self._numbers), prompt, limit, choice, self._news, stops=stops, is_scored=is_scored and not j,
+                self._numbers.take(), prompt, limit, choice, self._news, stops=stops, is_scored=is_scored and not j,
                 **options,
             )
             for j, (choice, stops) in enumerate(zip(choices, matchers, strict=True))
@@ -357,7 +359,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         requests: a later `run` or `step` goes on with them.
         """
         self._refuse_served("run")
-        with self._in_turn():
+        with self._turn.hold():
             self._turn.refuse_closed()
             yield from collect_tokens(self._news)
             while not self.is_idle:
@@ -483,7 +485,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
     def _stream(self, news: dict[Request, None], prompts: list[list[Request]]) -> Iterator[tuple[int, int]]:
         requests = [request for samples in prompts for request in samples]
         self._refuse_served("stream")
-        with self._in_turn():
+        with self._turn.hold():
             try:
                 self._loop.submitted.extend(map(Request.several, prompts))
                 left = set(requests)

@@ -15,7 +15,7 @@ class EngineBusy(RuntimeError):
 
 
 class HeldLock:
-    """A thread's hold on the lock. It ends when nothing refers to it any more, or at `EngineLock.give`."""
+    """A thread's hold on the lock. It ends with `EngineLock.hold`, or when nothing refers to it any more."""
 
     def __init__(self, thread: threading.Thread, is_brief: bool):
         self.thread, self.is_brief = thread, is_brief
@@ -71,9 +71,17 @@ class EngineLock:
                 if self._holder.get("turn") is holder:
                     del self._holder["turn"]
 
-    def give(self) -> None:
-        """Releases the hold."""
-        self._holder.pop("turn", None)
+    @contextlib.contextmanager
+    def hold(self, *, is_brief: bool = False) -> Iterator[None]:
+        """Holds the lock, as `take` does, until the context ends. A thread's contexts may end in any order."""
+        held = self.take(is_brief=is_brief)
+        held.calls += 1
+        try:
+            yield
+        finally:
+            held.calls -= 1
+            if not held.calls:
+                self._holder.pop("turn", None)
 
     # A generator keeps its hold while its caller does something else; it uses the memory only now and then.
 
@@ -99,7 +107,6 @@ class EngineLock:
             yield
         finally:
             self._computing = None
-            del mine  # ends when nothing refers to it: an interrupted call leaves none behind
 
     def close(self) -> bool:
         """Refuses new computation and waits for the current one. Returns False if that is this thread's, which must

@@ -79,21 +79,8 @@ class Closable:
     @contextlib.contextmanager
     def _exclusive(self, *, is_brief: bool = False) -> Iterator[None]:
         """Takes the lock and uses the engine's memory."""
-        with self._in_turn(is_brief=is_brief), self._compute():
+        with self._turn.hold(is_brief=is_brief), self._compute():
             yield
-
-    @contextlib.contextmanager
-    def _in_turn(self, *, is_brief: bool = False) -> Iterator[None]:
-        """Locks out other threads. For a generator, whose hold lasts while others could close the engine."""
-        turn = self._turn.take(is_brief=is_brief)
-        turn.calls += 1
-        try:
-            yield
-        finally:
-            turn.calls -= 1
-            if not turn.calls:
-                self._turn.give()
-            del turn
 
     @contextlib.contextmanager
     def _compute(self) -> Iterator[None]:

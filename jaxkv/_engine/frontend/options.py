@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxkv._core.config.fields import EngineFields
-from jaxkv._engine.programs.step import Hook
+from jaxkv._engine.programs.step_rows import Hook
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv._engine.runner.swap_policy import Swap
 

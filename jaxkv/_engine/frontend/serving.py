@@ -17,8 +17,8 @@ from jaxkv._core.state.errors import CacheError
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
 from jaxkv._engine.frontend.engine_lock import EngineBusy, EngineLock
 from jaxkv._engine.frontend.metrics import Latencies
-from jaxkv._engine.requests.request import Request, collect_tokens
-from jaxkv._engine.requests.waiting import call_all, wait_until
+from jaxkv._engine.requests.request import Request
+from jaxkv._engine.requests.waiting import call_all, collect_tokens, wait_until
 from jaxkv._engine.runner.engine_core import EngineCore
 
 logger = logging.getLogger("jaxkv.engine")

@@ -15,6 +15,7 @@ from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.state.device_arrays import delete
+from jaxkv._core.state.interrupts import Soundness
 from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._engine.programs.step import logits_at
 from jaxkv._engine.requests.drafters import Drafter, Guesses, NGramDrafter
@@ -73,7 +74,7 @@ class ModelDrafter:
         self.step_tokens, self.count, self.mesh = step_tokens, count, find_mesh(self.leaves)
         empty = jax.eval_shape(lambda: init(self.config, mesh=self.mesh))
         self._program = draft_program(jax.tree.structure(empty), self.structure)
-        self._is_sound = False  # no call was interrupted
+        self._soundness = Soundness(is_kept=False)  # of what follows: the cache is allocated with the first call
         self._cache: list[jax.Array] = []
         self._held: list[Held] = []  # of each row
 
@@ -81,27 +82,26 @@ class ModelDrafter:
         if not sequences:
             return []
         self._make_sound()
-        self._is_sound = False
-        for sequence in sequences:
-            row = sequence.row
-            assert row is not None
-            self._held[row].follow(sequence.tokens)
-        while self._feed(sequences):
-            pass
-        rows = self._rows()
-        tokens = np.zeros((self.config.max_seqs, self.few), np.int32)
-        for sequence in sequences:
-            row, held = sequence.row, len(self._held[sequence.row])  # type: ignore[index]
-            missing = sequence.tokens[held:]
-            tokens[row, : len(missing)] = missing
-            rows[FED, row], rows[COLUMN, row] = len(missing), sequence.request.column
-        kind = KINDS[max(sequence.request.kind for sequence in sequences)]
-        chosen = np.asarray(self._call(rows, tokens, kind, self.count))
-        guesses = [chosen[:, sequence.row].tolist() for sequence in sequences]
-        for sequence, guessed in zip(sequences, guesses, strict=True):
-            of_row = self._held[sequence.row]  # type: ignore[index]
-            of_row.count, of_row.guesses = len(sequence.tokens), guessed[:-1] if self._can_roll_back else []
-        self._is_sound = True
+        with self._soundness:
+            for sequence in sequences:
+                row = sequence.row
+                assert row is not None
+                self._held[row].follow(sequence.tokens)
+            while self._feed(sequences):
+                pass
+            rows = self._rows()
+            tokens = np.zeros((self.config.max_seqs, self.few), np.int32)
+            for sequence in sequences:
+                row, held = sequence.row, len(self._held[sequence.row])  # type: ignore[index]
+                missing = sequence.tokens[held:]
+                tokens[row, : len(missing)] = missing
+                rows[FED, row], rows[COLUMN, row] = len(missing), sequence.request.column
+            kind = KINDS[max(sequence.request.kind for sequence in sequences)]
+            chosen = np.asarray(self._call(rows, tokens, kind, self.count))
+            guesses = [chosen[:, sequence.row].tolist() for sequence in sequences]
+            for sequence, guessed in zip(sequences, guesses, strict=True):
+                of_row = self._held[sequence.row]  # type: ignore[index]
+                of_row.count, of_row.guesses = len(sequence.tokens), guessed[:-1] if self._can_roll_back else []
         return [Guesses.chain(guessed[:count]) for guessed in guesses]
 
     def warm(self) -> list[Callable[[], Any]]:
@@ -114,17 +114,18 @@ class ModelDrafter:
 
     def release(self) -> None:
         delete(self._cache)
-        self._cache, self._held, self._is_sound = [], [], False
+        self._soundness.begin()
+        self._cache, self._held = [], []
 
     def close(self) -> None:
         self.release()
         self.leaves = []
 
     def _make_sound(self) -> None:
-        if not self._is_sound:
+        if not self._soundness.is_kept:
             self._cache = jax.tree.leaves(init(self.config, mesh=self.mesh))
             self._held = [Held(self._can_roll_back) for _ in range(self.config.max_seqs)]
-            self._is_sound = True
+            self._soundness.end()
 
     def _feed(self, sequences: Several[Sequence]) -> bool:
         """Feeds rows that lack many tokens some of them; tells whether there were any."""

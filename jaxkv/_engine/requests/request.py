@@ -1,10 +1,9 @@
 """Requests and the tokens generated for them so far. Nothing here is lost when a step is interrupted."""
 
 import dataclasses
-import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from jaxkv._core.state.errors import OutOfBlocks
 from jaxkv._engine.requests.prompt_scores import PromptScores
 from jaxkv._engine.requests.sampling import KINDS, NO_TOKEN, SamplingParams
-from jaxkv._engine.requests.stops import IdStops, Stops, TextStops
+from jaxkv._engine.requests.stops import Stops, StopSearch
 from jaxkv._engine.requests.waiting import call_all, copy_error, iterate, iterate_async, wait_until
 
 Stop = Literal["eos", "stop", "cancelled", "error", "length"]
@@ -63,16 +62,12 @@ class Request:
         self.number, self.prompt, self.limit = number, prompt, limit
         self.choice, self.eos, self.salt, self.num_logprobs = choice, eos, salt, num_logprobs
         self.priority, self.hook_args, self.keep_prefix, self.adapter = priority, hook_args, keep_prefix, adapter
-        self.stops, self.include_stop, self.on_token = tuple(stops), include_stop, on_token
+        self.search, self.on_token = StopSearch(stops, is_included=include_stop), on_token
         self.output: list[int] = []  # all tokens, those of a stop sequence too
         self.output_logprobs: list[dict[int, float]] = []
         self.scores = PromptScores(len(prompt)) if is_scored else None
         self.times = Times()
         self.listeners: dict[Callable[[], Any], None] = {}  # called when there is news
-        self._text = ""
-        self.stop_match: tuple[int, ...] | str | None = None
-        self._safe = 0  # with stop sequences: tokens that are not the beginning of one
-        self._scanned = 0  # tokens in which they were looked for
         self.observed = 0  # tokens whose latency was counted
         self._called = 0  # tokens that on_token was called with
         self._is_end_called = False
@@ -125,7 +120,7 @@ class Request:
     @property
     def text(self) -> str:
         """The text generated so far, with `submit(tokenizer=)`: without the stop string, or what may begin one."""
-        return self.samples[0]._text
+        return self.samples[0].search.text
 
     @property
     def logprobs(self) -> list[dict[int, float]]:
@@ -149,8 +144,8 @@ class Request:
     @property
     def num_visible(self) -> int:
         """Number of leading tokens of `output` that are not part of a stop sequence, as far as is known."""
-        is_whole = not self.stops or (self.stop_match is None and self.done)
-        return len(self.output) if is_whole else self._safe
+        is_whole = not self.search.stops or (self.search.match is None and self.done)
+        return len(self.output) if is_whole else self.search.num_safe
 
     @property
     def done(self) -> bool:
@@ -180,7 +175,7 @@ class Request:
     @property
     def stop_sequence(self) -> tuple[int, ...] | str | None:
         """The stop sequence or string that ended it."""
-        return self.samples[0].stop_match
+        return self.samples[0].search.match
 
     @property
     def error(self) -> str | None:
@@ -269,51 +264,30 @@ class Request:
             self.output_logprobs[len(self.output) :] = [logprobs]
         self.times.tokens[len(self.output) :] = [time.monotonic()]
         self.output.append(token)
-        if self.stops:
+        if self.search.stops:
             self.look_for_stops()
         if self.done:
             self.times.ended = time.monotonic()
 
     def _end(self, stopped: Stop) -> None:
         self.times.ended = time.monotonic()
-        self._settle_text(is_whole=True)
+        self.search.settle_text(self.output, is_whole=True)
         self.stopped = stopped
 
     def look_for_stops(self) -> None:
         """Looks for stop sequences in the tokens that have come, and ends with the first."""
-        found = [match for stops in self.stops if (match := stops.find(self.output, self._scanned)) is not None]
-        if found:
-            end, stop = min(found, key=lambda both: both[0])
-            self._safe = len(self.output) if self.include_stop else end
-            self.stop_match = stop
-            self._settle_text(is_whole=True)
+        if self.search.find(self.output, self.limit):
             self.stopped = "stop"
-            return
-        self._scanned = len(self.output)
-        held_back = () if self.include_stop else self.stops
-        self._safe = min((stops.count_safe(self.output) for stops in held_back), default=self._scanned)
-        self._settle_text(is_whole=self.include_stop or len(self.output) >= self.limit)
-
-    def _settle_text(self, *, is_whole: bool) -> None:
-        stop, end = None if self.include_stop else self.stop_match, len(self.output)
-        if isinstance(stop, tuple):
-            end = self._safe
-        elif not is_whole:
-            end = min((s.count_safe(self.output) for s in self.stops if isinstance(s, IdStops)), default=end)
-        for stops in self.stops:
-            if isinstance(stops, TextStops):
-                self._text = stops.read_text(self.output[:end], is_whole=is_whole, stop=stop)
 
     def restart(self) -> None:
         """Begins anew from the prompt, unless it is done. All its tokens come again, computed by other weights."""
         self.num_restarts += 1
-        self._safe = self._scanned = self.observed = self._called = self.given = 0
-        for stops in self.stops:
-            stops.restart()
-        self.stop_match = self.stop = None
+        self.observed = self._called = self.given = 0
+        self.search.restart()
+        self.stop = None
         self.times = Times(submitted=self.times.submitted)
         self.scores = self.scores and PromptScores(len(self.prompt))
-        self.output, self.output_logprobs, self._text = [], [], ""
+        self.output, self.output_logprobs = [], []
         call_all(self.listeners)
 
     def withdraw(self, error: Exception | None = None) -> bool:
@@ -361,36 +335,3 @@ class Request:
     def __repr__(self) -> str:
         state = self.ended or "not done"
         return f"Request({self.number}: {len(self.prompt)} + {len(self.samples[0].output)} tokens, {state})"
-
-
-def peek(numbers: "itertools.count[int]") -> int:
-    """Returns the next number without taking it. (A counter of our own would need a lock, which an interrupt might
-    leave closed.)"""
-    return int(repr(numbers).removeprefix("count(").removesuffix(")"))
-
-
-def collect_tokens(news: dict[Request, None]) -> Iterator[tuple[Request, int | None]]:
-    """Yields the tokens of requests not handed out yet, and None after those of a request that has ended."""
-    for request in list(news):
-        while request.has_news:
-            while request.given < request.num_visible:
-                request.given += 1
-                yield request, request.output[request.given - 1]
-            if request.done and not request.is_end_told:
-                request.is_end_told = True
-                yield request, None
-            news.pop(request, None)  # another thread may cancel it now: so it is asked again
-        news.pop(request, None)
-
-
-def raise_refusal(news: Iterable[Request]) -> None:
-    """Raises OutOfBlocks once for each request that has no room."""
-    for request in news:
-        if request.refusal is not None and not request.is_refusal_raised:
-            request.is_refusal_raised = True
-            error = OutOfBlocks(request.refusal)
-            error.request = request  # the request that failed
-            try:
-                raise error
-            finally:
-                del error  # its traceback names this frame: a circle, which would keep the engine

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from jaxkv._core.config.validation import integer, show
+from jaxkv._core.state.interrupts import Soundness
 
 
 class TextStream(Protocol):
@@ -49,25 +50,24 @@ class TextStops:
 
     def __init__(self, stops: Collection[str], tokenizer: Tokenizer, prompt: Sequence[int]):
         self.stops, self._tokenizer, self._prompt = tuple(stops), tokenizer, prompt
-        self._is_sound = False
+        self._soundness = Soundness(is_kept=False)
         self._ends: list[int] = []  # after each token, the length of the text
         self._follow([])
 
     def restart(self) -> None:
         """Forgets the output so far."""
-        self._is_sound = False
+        self._soundness.begin()
         self._follow([])
 
     def _follow(self, output: Sequence[int]) -> None:
         """Decodes tokens that have come. After an interrupt all are decoded again."""
-        if not self._is_sound:
+        if not self._soundness.is_kept:
             self._stream, self._ends = self._tokenizer.stream(self._prompt), []
             self._start = len(self._stream.text)
-        self._is_sound = False
-        for token in output[len(self._ends) :]:
-            self._stream.add(token)
-            self._ends.append(len(self._stream.text) - self._start)
-        self._is_sound = True
+        with self._soundness:
+            for token in output[len(self._ends) :]:
+                self._stream.add(token)
+                self._ends.append(len(self._stream.text) - self._start)
 
     def _text(self, output: list[int]) -> str:
         """Returns the text of an output, or of its beginning if more tokens have been decoded already."""
@@ -122,6 +122,52 @@ def _count_held(tail: Any, stops: Collection[Any]) -> int:
                 held = count
                 break
     return held
+
+
+class StopSearch:
+    """Looks for the stop sequences of a request in its output as it grows, and says what of that can be shown."""
+
+    def __init__(self, stops: Sequence[Stops], *, is_included: bool):
+        self.stops, self.is_included = tuple(stops), is_included
+        self._begin()
+
+    def _begin(self) -> None:
+        self.match: tuple[int, ...] | str | None = None  # the stop sequence that has come
+        self.text = ""  # of what can be shown
+        self.num_safe = 0  # tokens that are not the beginning of a stop sequence
+        self._scanned = 0  # tokens in which they were looked for
+
+    def restart(self) -> None:
+        """Forgets the output so far."""
+        for stops in self.stops:
+            stops.restart()
+        self._begin()
+
+    def find(self, output: list[int], limit: int) -> bool:
+        """Tells whether a stop sequence has come in an output of at most `limit` tokens."""
+        found = [match for stops in self.stops if (match := stops.find(output, self._scanned)) is not None]
+        if found:
+            end, stop = min(found, key=lambda both: both[0])
+            self.num_safe = len(output) if self.is_included else end
+            self.match = stop
+            self.settle_text(output, is_whole=True)
+            return True
+        self._scanned = len(output)
+        held_back = () if self.is_included else self.stops
+        self.num_safe = min((stops.count_safe(output) for stops in held_back), default=self._scanned)
+        self.settle_text(output, is_whole=self.is_included or len(output) >= limit)
+        return False
+
+    def settle_text(self, output: list[int], *, is_whole: bool) -> None:
+        """Decodes the text of what can be shown; `is_whole` tells that no more tokens come."""
+        stop, end = None if self.is_included else self.match, len(output)
+        if isinstance(stop, tuple):
+            end = self.num_safe
+        elif not is_whole:
+            end = min((s.count_safe(output) for s in self.stops if isinstance(s, IdStops)), default=end)
+        for stops in self.stops:
+            if isinstance(stops, TextStops):
+                self.text = stops.read_text(output[:end], is_whole=is_whole, stop=stop)
 
 
 def read_stops(stop: Any, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> list[Stops]:

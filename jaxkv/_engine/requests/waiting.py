@@ -1,4 +1,4 @@
-"""Waiting for a request's tokens, in any thread or event loop.
+"""Handing out requests' tokens, and waiting for them in any thread or event loop.
 
 A waiter registers a listener with the request, and looks again whenever it is called: so nothing is lost between a look
 and the wait. While nobody runs the engine, whoever waits takes its steps.
@@ -12,6 +12,8 @@ import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
+
+from jaxkv._core.state.errors import OutOfBlocks
 
 # Without `serve` another thread may stop to take steps at any time: this often, in seconds, a waiter tries to.
 PATIENCE = 0.05
@@ -135,3 +137,30 @@ async def iterate_async(request: Any) -> AsyncIterator[int]:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(changed.wait(), PATIENCE)
     first.raise_error()
+
+
+def collect_tokens(news: dict[Any, None]) -> Iterator[tuple[Any, int | None]]:
+    """Yields the tokens of requests not handed out yet, and None after those of a request that has ended."""
+    for request in list(news):
+        while request.has_news:
+            while request.given < request.num_visible:
+                request.given += 1
+                yield request, request.output[request.given - 1]
+            if request.done and not request.is_end_told:
+                request.is_end_told = True
+                yield request, None
+            news.pop(request, None)  # another thread may cancel it now: so it is asked again
+        news.pop(request, None)
+
+
+def raise_refusal(news: Iterable[Any]) -> None:
+    """Raises OutOfBlocks once for each request that has no room."""
+    for request in news:
+        if request.refusal is not None and not request.is_refusal_raised:
+            request.is_refusal_raised = True
+            error = OutOfBlocks(request.refusal)
+            error.request = request  # the request that failed
+            try:
+                raise error
+            finally:
+                del error  # its traceback names this frame: a circle, which would keep the engine

@@ -258,7 +258,7 @@ class CacheManager:
         match, source, shared = None, None, 0
         if sequence.host is None and self.prefix is not None and not sequence.needs_scores:
             self.prefix_rows.offer_shared(sequence, *self.sharing.find_source(running, sequence))
-            match = self.sharing.match(sequence)
+            match = self.prefix_rows.match(sequence)
         else:
             shared, source = self.sharing.find_source(running, sequence)
         is_there = sequence.host is not None or source is not None or bool(match and match.num_tokens)
@@ -283,7 +283,7 @@ class CacheManager:
             self.call(self._begin, beside, np.int32(row), np.int32(first))
             sequence.cached = shared
         elif match is not None and match.num_tokens:
-            states = self.prefix_rows.adopt(sequence, row, match, self.sharing)
+            states = self.prefix_rows.adopt(sequence, row, match)
             if states:
                 sequence.states[sequence.cached] = None
                 self.call(self._put_states, np.array([row], np.int32), states)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.interrupts import Soundness
 from jaxkv._engine.requests.drafters import Drafter
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
@@ -38,13 +39,13 @@ class EngineCore:
         self.cancelled: collections.deque[Request] = collections.deque()
         self.open: dict[Request, Sequence] = {}  # requests that are not done, and their sequences
         self.is_at_work = False
-        self._is_sound = True  # no call was interrupted
+        self._soundness = Soundness()
         self._restart()
 
     @property
     def is_busy(self) -> bool:
         """Tells whether there is work left."""
-        return bool(self.open or self.submitted or self.cancelled or not self._is_sound)
+        return bool(self.open or self.submitted or self.cancelled or not self._soundness.is_kept)
 
     @property
     def cache(self) -> Cache:
@@ -66,7 +67,7 @@ class EngineCore:
         None: there was no step to send."""
         self.refuse_step()
         self.make_sound()
-        self._is_sound = False
+        self._soundness.begin()
         self._take_in()
         if self.prefill is not None:
             is_idle = not (self.scheduler.running or self.pipeline.flights)
@@ -85,7 +86,7 @@ class EngineCore:
         elif self.scheduler.waiting and not self.scheduler.running:  # even an otherwise empty cache has no room
             self._refuse(self.scheduler.waiting.first()[0])
         self._rest()
-        self._is_sound = True
+        self._soundness.end()
 
     def spare(self, sequence: Sequence) -> tuple[bool, int]:
         """Returns whether a sequence could begin here at once, and the blocks that would be left."""
@@ -106,10 +107,9 @@ class EngineCore:
 
     def receive(self, request: Request) -> None:
         """Adds a request to those that wait here."""
-        self._is_sound = False
-        self.submitted.append(request)
-        self._take_in()
-        self._is_sound = True
+        with self._soundness:
+            self.submitted.append(request)
+            self._take_in()
 
     def has(self, request: Request) -> bool:
         """Tells whether a request was placed here."""
@@ -124,21 +124,19 @@ class EngineCore:
     def tidy(self) -> None:
         """Removes cancelled requests."""
         self.make_sound()
-        self._is_sound = False
-        self._take_in()
-        self._rest()
-        self._is_sound = True
+        with self._soundness:
+            self._take_in()
+            self._rest()
 
     def settle(self) -> None:
         """Accepts all submitted requests and reads all in-flight steps."""
         self.is_at_work = True
         try:
             self.make_sound()
-            self._is_sound = False
-            self._take_in()
-            self._read(0)
-            self._rest()
-            self._is_sound = True
+            with self._soundness:
+                self._take_in()
+                self._read(0)
+                self._rest()
         finally:
             self.is_at_work = False
 
@@ -170,22 +168,21 @@ class EngineCore:
         Args:
           leaves: those of the model. prefill: of the model for prompts. model: a fingerprint, for files of prefixes.
         """
-        self._is_sound = False
-        for request in self.open:
-            request.restart()
-        for residents in self._all_residents():
-            if not residents.is_released:
-                residents.recover()
-            residents.prefix_rows.rename(model)
-        self.pipeline.leaves = leaves
-        if self.prefill is not None and prefill is not None:
-            self.prefill.pipeline.leaves = prefill
-        if self.residents.is_released:
-            self._queue_open({})
-        else:
-            self._restart()
-            self._rest()
-        self._is_sound = True
+        with self._soundness:
+            for request in self.open:
+                request.restart()
+            for residents in self._all_residents():
+                if not residents.is_released:
+                    residents.recover()
+                residents.prefix_rows.rename(model)
+            self.pipeline.leaves = leaves
+            if self.prefill is not None and prefill is not None:
+                self.prefill.pipeline.leaves = prefill
+            if self.residents.is_released:
+                self._queue_open({})
+            else:
+                self._restart()
+                self._rest()
 
     def release(self, *, keep: bool, parameters: bool) -> None:
         """Frees the device memory until `restore`, but for the model's. With `keep` rows and prefixes go to the host,
@@ -197,18 +194,17 @@ class EngineCore:
         if self.residents.is_released:
             return
         self.settle()
-        self._is_sound = False
-        for sequence in list(self.scheduler.running) if keep else []:
-            self.residents.offer(sequence)
-            self.residents.swap_out(sequence)
-        hosted = {r: (s.host, s.num_hosted) for r, s in self.open.items() if s.host and not callable(s.host)}
-        self.residents.recover()
-        self.residents.release(keep=keep)
-        for component in (self.pipeline, self.drafter, self.prefill):
-            if component is not None:
-                component.release()
-        self._queue_open(hosted)
-        self._is_sound = True
+        with self._soundness:
+            for sequence in list(self.scheduler.running) if keep else []:
+                self.residents.offer(sequence)
+                self.residents.swap_out(sequence)
+            hosted = {r: (s.host, s.num_hosted) for r, s in self.open.items() if s.host and not callable(s.host)}
+            self.residents.recover()
+            self.residents.release(keep=keep)
+            for component in (self.pipeline, self.drafter, self.prefill):
+                if component is not None:
+                    component.release()
+            self._queue_open(hosted)
 
     def restore(self) -> None:
         """Takes the memory again that `release` gave back. A second call completes an interrupted first one."""
@@ -219,22 +215,20 @@ class EngineCore:
 
     def adopt(self, sequences: list[Sequence]) -> None:
         """Adopts sequences of another process."""
-        self._is_sound = False
-        self.open |= {sequence.request: sequence for sequence in sequences}
-        followers = {id(follower) for sequence in sequences for follower in sequence.followers}
-        for sequence in sequences:
-            if id(sequence) not in followers:
-                self.scheduler.waiting.add(sequence)
-        self._is_sound = True
+        with self._soundness:
+            self.open |= {sequence.request: sequence for sequence in sequences}
+            followers = {id(follower) for sequence in sequences for follower in sequence.followers}
+            for sequence in sequences:
+                if id(sequence) not in followers:
+                    self.scheduler.waiting.add(sequence)
 
     def reset(self) -> None:
         """Starts again with an empty cache."""
-        self._is_sound = False
-        for residents in self._all_residents():
-            residents.reset()
-        self._restart()
-        self._rest()
-        self._is_sound = True
+        with self._soundness:
+            for residents in self._all_residents():
+                residents.reset()
+            self._restart()
+            self._rest()
 
     def close(self) -> None:
         """Frees device memory, even if this is referred to elsewhere; cancels requests that are not done."""
@@ -248,7 +242,7 @@ class EngineCore:
         self.cancelled.clear()
         self.open = {}
         self.scheduler = self._new_scheduler()
-        self._is_sound = True
+        self._soundness.end()
 
     def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...]) -> list[Callable[[], Any]]:
         """Returns functions that compile all programs when called in order."""
@@ -358,11 +352,11 @@ class EngineCore:
 
     def make_sound(self) -> None:
         """Rebuilds everything from the durable state after an interrupted call."""
-        if not self._is_sound:
+        if not self._soundness.is_kept:
             for residents in self._all_residents():
                 residents.recover()
             self._restart()
-            self._is_sound = True
+            self._soundness.end()
 
     def _restart(self) -> None:
         self.pipeline.clear()

@@ -12,9 +12,9 @@ from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check
 from jaxkv._core.state.device_arrays import delete, describe_array
-from jaxkv._engine.programs import step as on_device
 from jaxkv._engine.programs.eviction import Remembered, make_memory, thin_program
-from jaxkv._engine.programs.step import (
+from jaxkv._engine.programs.step import logits_at, step_program
+from jaxkv._engine.programs.step_rows import (
     ADAPTER,
     COLUMN,
     COUNT,
@@ -26,6 +26,8 @@ from jaxkv._engine.programs.step import (
     TOKEN,
     Hook,
     Result,
+    new_memory,
+    note_tokens,
 )
 from jaxkv._engine.requests.hook_args import Form, HookArgs
 from jaxkv._engine.requests.sampling import KINDS, Kind
@@ -62,7 +64,7 @@ class ModelRunner:
         self.hook_args = hook_args or HookArgs()
         # Flattening a model takes longer than a step.
         self.leaves, self.structure = jax.tree.flatten(model)
-        self._program = on_device.step_program(
+        self._program = step_program(
             jax.tree.structure(residents.cache), self.structure, hook, residents.prefix is None, deterministic
         )
         # Sizes of packed steps: few, since each is a program to compile. A step that fills a quarter of its slots takes
@@ -85,7 +87,7 @@ class ModelRunner:
         config = self.residents.config
         self.flights: collections.deque[InFlightStep] = collections.deque()
         queries = self._remembered.zeros()
-        memory = on_device.new_memory(config.max_seqs, config.max_seq_len, self.hook, queries)
+        memory = new_memory(config.max_seqs, config.max_seq_len, self.hook, queries)
         self._memory = jax.device_put(memory, self.residents.device.place)  # where steps return it, too
         self._noted: dict[int, Sequence] = {}  # the sequence of each row whose tokens the memory has
         self._idle_since = 0.0  # when the device was seen to finish
@@ -293,7 +295,7 @@ class ModelRunner:
         tokens = jnp.zeros((cache.config.max_seqs, 1), jnp.int32)
         cache = extend(cache, jnp.ones(cache.config.max_seqs, jnp.int32))
         model = jax.tree.unflatten(self.structure, self.leaves)
-        return on_device.logits_at(model, tokens, cache, jnp.zeros(cache.config.max_seqs, jnp.int32))
+        return logits_at(model, tokens, cache, jnp.zeros(cache.config.max_seqs, jnp.int32))
 
     def _rows(self, form: Form | None) -> np.ndarray:
         """Returns the step's input for idle rows; a new array, since JAX may keep it."""
@@ -305,7 +307,7 @@ class ModelRunner:
     def _note(self, sequence: Sequence, row: int) -> None:
         tokens = np.zeros(self.residents.config.max_seq_len, np.int32)
         tokens[: len(sequence.tokens)] = sequence.tokens
-        self._memory = on_device.note_tokens(self._memory, np.int32(row), tokens)
+        self._memory = note_tokens(self._memory, np.int32(row), tokens)
         self._noted[row] = sequence
 
 

@@ -9,7 +9,6 @@ from jaxkv._core.state.errors import CacheError, OutOfBlocks
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._engine.runner.device_cache import DeviceCache
 from jaxkv._engine.runner.room import Room
-from jaxkv._engine.runner.row_sharing import RowSharing
 from jaxkv._engine.runner.state_keeper import StateKeeper
 from jaxkv._tiers.prefix_cache.match import Match
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
@@ -51,7 +50,13 @@ class PrefixRows:
         if self.prefix.known(sequence.tokens, **sequence.identity) < shared:
             self.offer(source, shared)
 
-    def adopt(self, sequence: Sequence, row: int, match: Match, sharing: RowSharing) -> tuple[np.ndarray, ...]:
+    def match(self, sequence: Sequence) -> Match:
+        """Looks a sequence up in the prefix cache. Only its first lookup counts: later ones find its own blocks."""
+        assert self.prefix is not None
+        is_repeat = sequence.request is not None and sequence.request.has_begun
+        return self.prefix.match(sequence.tokens, **sequence.identity, is_repeat=is_repeat)
+
+    def adopt(self, sequence: Sequence, row: int, match: Match) -> tuple[np.ndarray, ...]:
         """Fills an empty row with the blocks of a match, if there is room for those that come from the host. Returns
         the states behind them, in models that keep some."""
         assert self.prefix is not None
@@ -59,7 +64,7 @@ class PrefixRows:
             try:
                 self.device.cache, states = self.prefix.adopt_blocks(self.device.cache, row, match, donate=True)
             except ValueError:  # an interrupted call left the index ahead of the cache; now they agree
-                match = sharing.match(sequence)
+                match = self.match(sequence)
                 self.device.cache, states = self.prefix.adopt_blocks(self.device.cache, row, match, donate=True)
         except OutOfBlocks:
             return ()

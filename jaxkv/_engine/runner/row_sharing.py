@@ -6,7 +6,6 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._engine.requests.common_beginning import count_common_blocks
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._engine.runner.state_keeper import StateKeeper
-from jaxkv._tiers.prefix_cache.match import Match
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 
 
@@ -19,7 +18,7 @@ class RowSharing:
 
     def __init__(self, config: CacheConfig, prefix: PrefixCache | None, states: StateKeeper, *, is_thinned: bool):
         self.prefix, self.states, self.block_size = prefix, states, config.block_size
-        self._holds_whole_rows = not (is_thinned or config.contiguous)
+        self._is_thinned, self._holds_whole_rows = is_thinned, not (is_thinned or config.contiguous)
         # A row can always begin with another's first blocks: that one has all of them, and no state behind them is
         # needed that it no longer has.
         self._keeps_beginnings = self._holds_whole_rows and not (config.has_windows or config.recurrent_layers)
@@ -51,15 +50,9 @@ class RowSharing:
         common = (blocks * self.block_size for _, blocks in self._common(others, sequence))
         return max(self.prefix.known(sequence.tokens, **sequence.identity), *common, 0)
 
-    def match(self, sequence: Sequence) -> Match:
-        """Looks a sequence up in the prefix cache. Only its first lookup counts: later ones find its own blocks."""
-        assert self.prefix is not None
-        is_repeat = sequence.request is not None and sequence.request.has_begun
-        return self.prefix.match(sequence.tokens, **sequence.identity, is_repeat=is_repeat)
-
     def must_follow(self, leader: Sequence, sequence: Sequence) -> bool:
         """Tells whether a waiting sequence can share what `leader` is about to compute by a fork at its time alone."""
-        if self.prefix is not None or not self._holds_whole_rows or self._keeps_beginnings:
+        if self.prefix is not None or self._is_thinned or self._keeps_beginnings:
             return False
         are_samples = _are_siblings(leader, sequence) and leader.request is not sequence.request
         return are_samples and sequence.host is None and not (leader.needs_scores or sequence.needs_scores)

@@ -6,7 +6,7 @@ changes of the cache. Where the two differ (after an interrupted call, or for an
 cache.
 
 An exception at any instruction can only interrupt updates of state derived from `nodes`, each change of which is one
-instruction. `settled` tells that none was interrupted; `mend` recomputes the derived state.
+instruction. `soundness` tells that none was interrupted; `mend` recomputes the derived state.
 """
 
 import collections
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.state.interrupts import Soundness
 from jaxkv._core.state.state import NULL_BLOCK
 from jaxkv._files.blocks import BlockFiles
 from jaxkv._tiers.prefix_cache.ends import Ends, can_serve, needed, no_disk
@@ -61,7 +62,7 @@ class PrefixIndex:
         # For each group and block the label that the cache records; 0: not kept.
         self.kept = [np.zeros(n + 1, np.int32) for n in config.group_blocks]
         # State derived from these.
-        self.settled = True
+        self.soundness = Soundness()
         self.buckets: dict[Hashable, list[Node]] = {}
         self.num_hosted = [0] * len(self.kept)  # for each group, nodes with contents in host memory
         # Held by their chains alone, so that a salt used once leaves nothing behind.
@@ -100,7 +101,7 @@ class PrefixIndex:
     def extend(self, root: Node, tokens: Sequence[int]) -> list[Node]:
         """Returns the nodes of all full blocks of `tokens`, behind a root or another node; new nodes are hollow until
         `hold` fills them."""
-        self.settled = False
+        self.soundness.begin()
         chain, node = [], root
         for block in self.split(tokens):
             found = self._child(node, block)
@@ -128,9 +129,8 @@ class PrefixIndex:
 
     def use(self, chain: Sequence[Node]) -> None:
         """Records the use of a chain."""
-        self.settled = False
-        self._use(chain)
-        self.settled = True
+        with self.soundness:
+            self._use(chain)
 
     def split(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Yields the full blocks of `tokens`."""
@@ -161,7 +161,7 @@ class PrefixIndex:
         Blocks on the device are dropped from the host. Nodes left empty are forgotten, those among `pruned` too.
         `chain` was used just now; it begins behind `after`, if that is given.
         """
-        self.settled = False
+        self.soundness.begin()
         changed = [
             (group, block, int(old[block]), int(new[block]))
             for group, (old, new) in enumerate(zip(self.kept, kept, strict=True))
@@ -185,7 +185,7 @@ class PrefixIndex:
         self._spare_host(chain, after)
         for node in (*left, *reversed(chain), *reversed(pruned)):
             self._prune(node)
-        self.settled = True
+        self.soundness.end()
 
     @property
     def host_bytes(self) -> int:
@@ -241,7 +241,7 @@ class PrefixIndex:
 
     def mend(self) -> None:
         """Repairs interrupted updates: recomputes the state derived from the nodes and the labels."""
-        if self.settled:
+        if self.soundness.is_kept:
             return
         self.buckets, self.num_hosted = {}, [0] * len(self.kept)
         for node in self.nodes.values():
@@ -261,7 +261,7 @@ class PrefixIndex:
         self._spare_host()
         for node in list(self.nodes.values()):
             self._prune(node)
-        self.settled = True
+        self.soundness.end()
 
     def check(self) -> None:
         """Raises AssertionError unless the derived state follows from the nodes."""
