@@ -205,7 +205,7 @@ def test_what_cannot_go_on_is_refused_and_nothing_changes(path):
     def refused(error, message, engine=one):
         with pytest.raises(error, match=message):
             engine.load(path)
-        assert not engine._loop.is_busy and not engine._news
+        assert not engine._loop.is_busy and not engine._reader.news
 
     short = engine(**ROOM | {"max_seq_len": 20})
     refused(jaxkv.CacheFileError, "it is to reach 22 tokens, and max_seq_len = 20", short)

@@ -14,8 +14,8 @@ from nightly import NIGHTLY
 
 import jaxkv
 import jaxkv.models
-from jaxkv._engine.frontend.fingerprint import fingerprint
 from jaxkv._engine.requests.submission import read_stop
+from jaxkv._engine.runner.fingerprint import fingerprint
 
 
 def test_the_cache_is_sound_between_steps_where_windows_are_left():

@@ -13,7 +13,7 @@ from checksum_model import LONGEST, VOCAB, WINDOW, Checksum, assert_streams, con
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._engine.frontend.fingerprint import fingerprint
+from jaxkv._engine.runner.fingerprint import fingerprint
 
 WINDOWS = (None, WINDOW)
 DRAW = random.Random(11)

@@ -15,6 +15,7 @@ from compiled import compiled
 from nightly import NIGHTLY
 
 import jaxkv
+from jaxkv._core.state.interrupts import Numbers
 from jaxkv._engine.frontend.warmup import call_all
 from jaxkv._engine.requests.sampling import KINDS
 
@@ -27,7 +28,7 @@ KNOWN = [[random.Random(i).randrange(VOCAB) for _ in range(30)] for i in range(3
 def new_engine(way="computed again", windows=WINDOWS, *, ahead=1, first=0, **options):
     engine = jaxkv.Engine(Checksum(windows), **ROOM | WAYS[way] | options)
     engine._loop.ahead = ahead
-    engine._numbers = itertools.count(first)
+    engine._reader.numbers = Numbers(first)
     return engine
 
 

@@ -152,7 +152,7 @@ MUTANTS = {
     ),
     "numbers of requests are given again": (
         "test_it_goes_on_with_the_same_tokens",
-        Plant("Resumable.load", "Numbers(max(first, self._numbers.next))", "Numbers()"),
+        Plant("Resumable.load", "Numbers(max(first, self._reader.numbers.next))", "Numbers()"),
     ),
     "a part of a save that failed is left": (
         "test_one_cache_over_two_processes",

@@ -7,7 +7,6 @@ from typing import Any
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import flag, integer, real
 from jaxkv._core.state.device_arrays import AXIS, split_model
-from jaxkv._engine.frontend.fingerprint import make_prefix
 from jaxkv._engine.programs.draft_model import make_drafter
 from jaxkv._engine.programs.model import takes
 from jaxkv._engine.programs.step_rows import Hook
@@ -16,6 +15,7 @@ from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.runner.cache_manager import CacheManager
 from jaxkv._engine.runner.disaggregated_prefill import Prefill
 from jaxkv._engine.runner.engine_core import EngineCore
+from jaxkv._engine.runner.fingerprint import make_prefix
 from jaxkv._engine.runner.model_runner import ModelRunner
 from jaxkv._engine.runner.swap_policy import Swap
 

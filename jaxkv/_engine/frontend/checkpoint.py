@@ -7,8 +7,7 @@ requests. Saved rows need not be computed again; all other state follows from th
 import dataclasses
 import functools
 import os
-import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -19,14 +18,15 @@ from jaxkv._core.config.validation import MOST_INDEX, flag, integer
 from jaxkv._core.state.errors import CacheFileError
 from jaxkv._core.state.interrupts import Numbers
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
-from jaxkv._engine.frontend.fingerprint import fingerprint
+from jaxkv._engine.frontend.request_reader import RequestReader
 from jaxkv._engine.requests.hook_args import HookArgs, from_json
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import SamplingParams
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._engine.requests.stops import IdStops, TextStops, read_stops
-from jaxkv._engine.requests.submission import find_problem, read_eos, read_keep_prefix, read_salt, read_stop
+from jaxkv._engine.requests.submission import read_eos, read_keep_prefix, read_salt, read_stop
 from jaxkv._engine.runner.engine_core import EngineCore, make_sequence
+from jaxkv._engine.runner.fingerprint import fingerprint
 from jaxkv._files.rows import save
 from jaxkv._tiers.saved_rows import SavedRows
 
@@ -37,15 +37,10 @@ class Resumable:
     """An engine's `save` and `load`."""
 
     config: CacheConfig
-    vocab_size: int | None
-    _most_tokens: int
     _loop: EngineCore | DataParallelCores
     _loops: list[EngineCore]
-    _numbers: Numbers
-    _news: dict[Request, None]
-    _hook_args: HookArgs
+    _reader: RequestReader
     _exclusive: Any
-    _read_adapter: Callable[[Any], int]
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes all requests, and the rows of the running ones, to a file for `load` in another process.
@@ -86,10 +81,10 @@ class Resumable:
             if len(self._loops) > 1:
                 open_ = dict(sorted(open_.items(), key=lambda item: item[0].number))  # in the order of submission
             leaders = {f.request: s.request.number for s in open_.values() for f in s.followers}
-            told = [r for r in self._news if r not in open_ and r.has_news]
-            entries = [_render(r, None, None, self._hook_args) for r in told]
-            entries += [_render(r, places.get(s), leaders.get(r), self._hook_args) for r, s in open_.items()]
-            state = {"version": VERSION, "next": self._numbers.next, "requests": entries}
+            told = [r for r in self._reader.news if r not in open_ and r.has_news]
+            entries = [_render(r, None, None, self._reader.hook_args) for r in told]
+            entries += [_render(r, places.get(s), leaders.get(r), self._reader.hook_args) for r, s in open_.items()]
+            state = {"version": VERSION, "next": self._reader.numbers.next, "requests": entries}
             save(path, self._loop.cache, list(rows.values()), model=self._model, metadata={KEY: state})
 
     def load(self, path: str | os.PathLike) -> list[Request]:
@@ -131,8 +126,8 @@ class Resumable:
                 if why := self._problem(request):
                     raise CacheFileError(f"Request {request.number} of {path} cannot go on here: {why}.")
             self._loop.adopt(sequences)
-            self._news |= dict.fromkeys(requests)
-            self._numbers = Numbers(max(first, self._numbers.next))
+            self._reader.news |= dict.fromkeys(requests)
+            self._reader.numbers = Numbers(max(first, self._reader.numbers.next))
             return requests
 
     def _read(self, file: SavedRows, state: dict[str, Any]) -> tuple[int, list[Request], list[Sequence]]:
@@ -185,11 +180,11 @@ class Resumable:
                 choice.get("draws"),
             ),
             salt=read_salt(bytes.fromhex(salt) if kind == "bytes" else salt),
-            num_logprobs=_read_num_logprobs(entry["num_logprobs"]), news=self._news,
-            engine=weakref.ref(self), priority=integer("priority", entry.get("priority", 0), least=None, most=None),
-            hook_args=self._hook_args.read(from_json(entry.get("hook_args"))),
+            num_logprobs=_read_num_logprobs(entry["num_logprobs"]), news=self._reader.news,
+            engine=self._reader.engine, priority=integer("priority", entry.get("priority", 0), least=None, most=None),
+            hook_args=self._reader.hook_args.read(from_json(entry.get("hook_args"))),
             keep_prefix=read_keep_prefix(entry.get("keep_prefix", True)),
-            adapter=self._read_adapter(entry.get("adapter", 0)),
+            adapter=self._reader.read_adapter(entry.get("adapter", 0)),
             stops=read_stops(entry.get("stop", []), None, ()),
             include_stop=flag("include_stop", entry.get("include_stop", False)), is_scored="scores" in entry,
         )  # fmt: skip
@@ -212,11 +207,11 @@ class Resumable:
     def _problem(self, request: Request) -> str | None:
         if request.done:
             return None
-        length, most = len(request.prompt) + request.limit, self._most_tokens
+        length, most = len(request.prompt) + request.limit, self._reader.most_tokens
         if length > most:
             return f"it is to reach {length} tokens, and max_seq_len = {most}: raise max_seq_len"
         tokens, left = [*request.prompt, *request.output], max(request.limit - len(request.output), 1)
-        return find_problem(tokens, left, self._most_tokens, self.vocab_size, self._loops[0].residents.holdings)
+        return self._reader.find_problem(tokens, left)
 
     @functools.cached_property  # the engine's parameters stay as they are
     def _model(self) -> str | None:

@@ -1,22 +1,20 @@
 """The engine: continuous batching of requests, with asynchronous steps that do not wait for the one before."""
 
-import functools
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Unpack
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.fields import EngineFields
 from jaxkv._core.config.mesh_shape import find_mesh
-from jaxkv._core.config.validation import MOST_INDEX, flag, integer, read_list, real, show
+from jaxkv._core.config.validation import flag, integer, read_list, real, show
 from jaxkv._core.state.device_arrays import split_model, take_local_model
-from jaxkv._core.state.interrupts import Numbers
 from jaxkv._engine.frontend import metrics as figures
 from jaxkv._engine.frontend.build import check_fields, make_cores, read_deterministic, read_longest
 from jaxkv._engine.frontend.checkpoint import Resumable
 from jaxkv._engine.frontend.data_parallel import DataParallelCores, join_config, split_fields
 from jaxkv._engine.frontend.engine_lock import EngineLock
 from jaxkv._engine.frontend.lifetime import Closable
+from jaxkv._engine.frontend.request_reader import RequestReader
 from jaxkv._engine.frontend.rollouts import Updatable
 from jaxkv._engine.frontend.serving import Servable
 from jaxkv._engine.frontend.warmup import call_all
@@ -28,17 +26,11 @@ from jaxkv._engine.requests.eviction_policy import Eviction, read_eviction
 from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.requests.request import KeepPrefix, Request
 from jaxkv._engine.requests.sampling import KINDS, Kind, SamplingParams, read_kinds, read_seed
-from jaxkv._engine.requests.stops import Tokenizer, read_stops
+from jaxkv._engine.requests.stops import Tokenizer
 from jaxkv._engine.requests.submission import (
     count_most_tokens,
-    find_problem,
-    read_callback,
-    read_eos,
-    read_keep_prefix,
-    read_limits,
     read_model_eos,
     read_prompt,
-    read_salt,
 )
 from jaxkv._engine.requests.waiting import collect_tokens, raise_refusal
 from jaxkv._engine.runner.disaggregated_prefill import check_prefill
@@ -137,7 +129,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
             sizes["dtype"] = cache_dtype
         host_bandwidth = real("host_bandwidth", host_bandwidth, least=1)
         self.steps_per_dispatch = integer("steps_per_dispatch", steps_per_dispatch, least=1)
-        logits_hook, self.seed, self._hook_args = read_hook(logits_hook), read_seed(seed), HookArgs()
+        logits_hook, self.seed, hook_args = read_hook(logits_hook), read_seed(seed), HookArgs()
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
         self.eos_ids = read_model_eos(model_config)
         guesses = read_draft(draft, draft_tokens, draft_branches, model, logits_hook, self.steps_per_dispatch)
@@ -155,14 +147,12 @@ class Engine(Closable, Servable, Resumable, Updatable):
         )  # fmt: skip
         deterministic = read_deterministic(deterministic, model, prefill)
         keepers = (logits_hook, prefill, evict, None if draft == "ngram" else draft)
-        self._most_tokens = count_most_tokens(config, keeps_tokens=any(x is not None for x in keepers))
-        self._takes_adapters = logits_hook is not None or takes(model, ADAPTERS)
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
         check_shapes(models[0], config, is_divided=mesh is not None)
         self.config = join_config(config, len(models))
         self._loops = make_cores(
             models, config, prefix=(prefix_cache, spill_bytes, disk, disk_bytes, snapshot_bytes), swap=swap,
-            evict=evict, host_bandwidth=host_bandwidth, hook=logits_hook, hook_args=self._hook_args,
+            evict=evict, host_bandwidth=host_bandwidth, hook=logits_hook, hook_args=hook_args,
             step_tokens=self.step_tokens, long_prefill_tokens=long_prefill_tokens,
             steps_per_dispatch=self.steps_per_dispatch, draft=draft, guesses=guesses, prefill=prefill,
             deterministic=deterministic,
@@ -173,8 +163,12 @@ class Engine(Closable, Servable, Resumable, Updatable):
         self._residents, self._pipeline, self._prefill = first.residents, first.pipeline, first.prefill
         self._remember_given(model)
         self._turn = EngineLock()
-        self._numbers = Numbers()
-        self._news: dict[Request, None] = {}  # requests that may have tokens not handed out by `step` and `run`
+        self._reader = RequestReader(
+            self, seed=self.seed, eos_ids=self.eos_ids, vocab_size=self.vocab_size, hook_args=hook_args,
+            has_hook=logits_hook is not None, is_apart=prefill is not None, holdings=self._residents.holdings,
+            takes_adapters=logits_hook is not None or takes(model, ADAPTERS),
+            most_tokens=count_most_tokens(config, keeps_tokens=any(x is not None for x in keepers)),
+        )  # fmt: skip
 
     # What there is.
 
@@ -237,12 +231,12 @@ class Engine(Closable, Servable, Resumable, Updatable):
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
         """Returns why a prompt cannot be continued, or None."""
         self._turn.refuse_closed()
-        return find_problem(prompt, max_new_tokens, self._most_tokens, self.vocab_size, self._residents.holdings)
+        return self._reader.find_problem(prompt, max_new_tokens)
 
     @property
     def is_idle(self) -> bool:
         """Tells whether no work is left: `run` would end at once, and `step` return nothing."""
-        return self.is_closed or not (self._loop.is_busy or self._news)
+        return self.is_closed or not (self._loop.is_busy or self._reader.news)
 
     # Requests.
 
@@ -288,36 +282,15 @@ class Engine(Closable, Servable, Resumable, Updatable):
         Raises:
           ValueError: an invalid argument; nothing has changed then. EngineFull: `max_waiting` samples wait.
         """
-        is_scored = flag("prompt_logprobs", prompt_logprobs)
-        if is_scored and self._prefill is not None:
-            raise ValueError("prompt_logprobs is not for an Engine whose prompts are computed elsewhere (prefill=).")
-        limit = integer("max_new_tokens", max_new_tokens, least=0 if is_scored else 1)
-        if why := self.problem(prompt, max(limit, 1)):
-            raise ValueError(f"The prompt cannot be continued: {why}.")
-        count = integer("n", n, least=1, most=2**16)
-        own = self.seed if seed is None else seed
-        choice = functools.partial(SamplingParams.read, temperature, top_k, top_p, min_p, own)
-        choices = [choice(None if seed is None else j) for j in range(count)]
-        options = {
-            "eos": read_eos(eos, self.eos_ids),
-            "salt": read_salt(salt),
-            "num_logprobs": self._read_logprobs(logprobs),
-        }
-        options["adapter"] = self._read_adapter(adapter)
-        options["keep_prefix"] = read_keep_prefix(keep_prefix)
-        options["priority"] = integer("priority", priority, least=-MOST_INDEX, most=MOST_INDEX)
-        options["hook_args"] = self._read_hook_args(hook_args)
-        options["include_stop"] = flag("include_stop", include_stop)
-        options["on_token"] = read_callback(on_token)
-        matchers = [read_stops(stop, tokenizer, prompt) for _ in choices]  # each sample has its own
-        self._refuse_full(count)
-        request = Request.several([
-            self._request(
-                self._numbers.take(), prompt, limit, choice, self._news, stops=stops, is_scored=is_scored and not j,
-                **options,
-            )
-            for j, (choice, stops) in enumerate(zip(choices, matchers, strict=True))
-        ])  # fmt: skip
+        self._turn.refuse_closed()
+        samples = self._reader.read(
+            prompt, max_new_tokens, n, (temperature, top_k, top_p, min_p, seed), stop=stop, tokenizer=tokenizer,
+            prompt_logprobs=prompt_logprobs, eos=eos, salt=salt, logprobs=logprobs, adapter=adapter,
+            keep_prefix=keep_prefix, priority=priority, hook_args=hook_args, include_stop=include_stop,
+            on_token=on_token,
+        )  # fmt: skip
+        self._refuse_full(len(samples))
+        request = self._reader.make(samples)
         if not self._loop.is_busy:
             self._warn_of_other_weights()
         self._loop.submitted.append(request)
@@ -348,8 +321,8 @@ class Engine(Closable, Servable, Resumable, Updatable):
         with self._exclusive():
             if self._loop.is_busy:
                 self._advance()
-            raise_refusal(self._news)
-            return list(collect_tokens(self._news))
+            raise_refusal(self._reader.news)
+            return list(collect_tokens(self._reader.news))
 
     def run(self) -> Iterator[tuple[Request, int | None]]:
         """Yields `(request, token)` as tokens come, until no request is left, including those submitted meanwhile.
@@ -361,12 +334,12 @@ class Engine(Closable, Servable, Resumable, Updatable):
         self._refuse_served("run")
         with self._turn.hold():
             self._turn.refuse_closed()
-            yield from collect_tokens(self._news)
+            yield from collect_tokens(self._reader.news)
             while not self.is_idle:
                 if self._loop.is_busy:
                     with self._compute():
                         self._advance()
-                yield from collect_tokens(self._news)
+                yield from collect_tokens(self._reader.news)
 
     def reset(self) -> None:
         """Empties the cache and the prefix cache. Requests that are not done go on from their tokens."""
@@ -385,7 +358,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
           progress: show a progress bar, if tqdm is installed.
         """
         wanted_logprobs = [None, *read_list("logprobs", logprobs)]  # requests that want none come beside the others
-        counts = tuple({count_likeliest(self._read_logprobs(n)): None for n in wanted_logprobs})
+        counts = tuple({count_likeliest(self._reader.read_logprobs(n)): None for n in wanted_logprobs})
         wanted = read_kinds(kinds)
         with self._exclusive():
             call_all(self._loop.warm(wanted, counts), progress)
@@ -405,23 +378,12 @@ class Engine(Closable, Servable, Resumable, Updatable):
           FloatingPointError: logits that are NaN or all -inf; earlier tokens have been yielded.
           OutOfBlocks: a prompt cannot begin, because pinned blocks of the prefix cache leave no room.
         """
-        n = integer("n", n, least=1, most=2**16)
-        choice = SamplingParams.read(temperature, top_k, top_p, min_p, self.seed if seed is None else seed)
-        prompts = read_list("prompts", prompts)
-        limits = read_limits(max_new_tokens, len(prompts))
-        options: dict[str, Any] = {"eos": read_eos(eos, self.eos_ids), "salt": read_salt(salt), "num_logprobs": None}
-        problems = [
-            f"Prompt {i} cannot be continued: {why}."
-            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-            if (why := self.problem(prompt, limit))
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
+        self._turn.refuse_closed()
         news: dict[Request, None] = {}
-        return self._stream(news, [
-            [self._request(i * n + j, prompt, limit, choice, news, **options) for j in range(n)]
-            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-        ])  # fmt: skip
+        draw = (temperature, top_k, top_p, min_p, seed)
+        prompts = read_list("prompts", prompts)
+        requests = self._reader.read_stream(prompts, max_new_tokens, n, draw, eos=eos, salt=salt, news=news)
+        return self._stream(news, requests)
 
     def recompute(
         self, prompt: Sequence[int], output: Sequence[int], *, index: int = 0, temperature: float = 0.0, top_k: int = 0,
@@ -446,7 +408,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         parts, tokens = self._pipeline, read_prompt([*read_list("prompt", prompt), *read_list("output", output)])
         if isinstance(tokens, str) or not len(prompt):
             raise ValueError("The prompt and the output must be lists of token ids, and the prompt not empty.")
-        own = self._read_adapter(adapter), self._read_hook_args(hook_args), self._hook_args
+        own = self._reader.read_adapter(adapter), self._reader.read_hook_args(hook_args), self._reader.hook_args
         column, form = column_of(choice, index, len(prompt), *own)
         chosen = recompute(
             parts.structure, parts.leaves, parts.hook, self.config.max_seq_len, tokens, column, choice.kind, form
@@ -454,33 +416,6 @@ class Engine(Closable, Servable, Resumable, Updatable):
         return chosen[len(prompt) - 1 : len(tokens) - 1]
 
     # The parts.
-
-    def _request(
-        self, number: int, prompt: Any, max_new_tokens: int, choice: SamplingParams, news: dict, **options
-    ) -> Request:
-        tokens = read_prompt(prompt)
-        assert isinstance(tokens, list)
-        limit = min(int(max_new_tokens), self._most_tokens - len(tokens))
-        return Request(
-            number=number, prompt=tokens, limit=limit, choice=choice, news=news, engine=weakref.ref(self), **options
-        )
-
-    def _read_hook_args(self, hook_args: Any) -> Any:
-        if hook_args is not None and self._pipeline.hook is None:
-            raise ValueError("hook_args are for a logits_hook, and this Engine has none: make it with logits_hook=.")
-        return self._hook_args.read(hook_args)
-
-    def _read_adapter(self, adapter: Any) -> int:
-        number = integer("adapter", adapter, least=0, most=MOST_INDEX)
-        if number and not self._takes_adapters:
-            raise ValueError(
-                "adapter= is for a model whose call has an argument adapters, or a logits_hook, and this Engine has "
-                "neither."
-            )
-        return number
-
-    def _read_logprobs(self, logprobs: Any) -> int | None:
-        return None if logprobs is None else integer("logprobs", logprobs, least=0, most=self.vocab_size or 2**16)
 
     def _stream(self, news: dict[Request, None], prompts: list[list[Request]]) -> Iterator[tuple[int, int]]:
         requests = [request for samples in prompts for request in samples]

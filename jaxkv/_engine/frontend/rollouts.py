@@ -11,8 +11,8 @@ import jax
 from jaxkv._core.config.validation import flag
 from jaxkv._core.state.device_arrays import split_model, take_local_model
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
-from jaxkv._engine.frontend.fingerprint import fingerprint
 from jaxkv._engine.runner.engine_core import EngineCore
+from jaxkv._engine.runner.fingerprint import fingerprint
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 
 

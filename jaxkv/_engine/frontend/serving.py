@@ -17,7 +17,7 @@ from jaxkv._core.state.errors import CacheError
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
 from jaxkv._engine.frontend.engine_lock import EngineBusy, EngineLock
 from jaxkv._engine.frontend.metrics import Latencies
-from jaxkv._engine.requests.request import Request
+from jaxkv._engine.frontend.request_reader import RequestReader
 from jaxkv._engine.requests.waiting import call_all, collect_tokens, wait_until
 from jaxkv._engine.runner.engine_core import EngineCore
 
@@ -45,7 +45,7 @@ class Servable:
     _loop: EngineCore | DataParallelCores
     _loops: list[EngineCore]
     _turn: EngineLock
-    _news: dict[Request, None]
+    _reader: RequestReader
     _exclusive: Callable[..., Any]
 
     @property
@@ -176,7 +176,7 @@ class Servable:
             self._deliver()
 
     def _deliver(self) -> None:
-        for request in list(self._news):
+        for request in list(self._reader.news):
             self._latencies.observe(request)
             try:
                 request.deliver()
@@ -255,13 +255,13 @@ def _serve(reference: "weakref.ref[Any]", wakes: "queue.SimpleQueue[None]", stop
 
 def _serve_step(engine: Any) -> bool:
     """Takes a step if there is something to do, and tells whether there was."""
-    if not (engine._loop.is_busy or engine._news):
+    if not (engine._loop.is_busy or engine._reader.news):
         return False
     with engine._exclusive(is_brief=True):
         can_step = engine._can_step
         if engine._loop.is_busy and can_step:
             engine._advance()
-        for _ in collect_tokens(engine._news):  # nobody calls `step`: they are told by their requests
+        for _ in collect_tokens(engine._reader.news):  # nobody calls `step`: they are told by their requests
             pass
     if engine._loop.is_busy and not can_step and not engine.is_released:
         logger.warning("the model's parameters were donated to another program: steps wait for engine.update")
