@@ -18,8 +18,8 @@ MODULES = ("convert", "distributed", "hooks", "linen", "models", "nnx", "scores"
 WITH_CODE = [page for page in PAGES[1:] if blocks(page.read_text(), "python")]
 
 
-# Pages with several engines: seconds of compiling for each.
-BY_NIGHT = ("chat", "recipes", "rollouts", "shared_prefixes", "store_less")
+# Pages with several engines: seconds of compiling for each. By day tests/test_own_model.py has what your_model.md has.
+BY_NIGHT = ("chat", "recipes", "rollouts", "shared_prefixes", "store_less", "your_model")
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)

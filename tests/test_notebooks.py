@@ -4,7 +4,6 @@ import pathlib
 import re
 
 import pytest
-from bundled import FOLDER
 from nightly import NIGHTLY
 
 from jaxkv._files.packaged_model import smollm2
@@ -12,7 +11,6 @@ from jaxkv._files.packaged_model import smollm2
 nbformat = pytest.importorskip("nbformat", reason="the extra 'notebooks' is not installed")
 nbclient = pytest.importorskip("nbclient", reason="the extra 'notebooks' is not installed")
 
-MODEL, SCANNED = "jaxkv.models.small()", f"jaxkv.models.load({str(FOLDER)!r}, dtype='float32', scan=True)"
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 CHECKS = pathlib.Path(__file__).parent / "notebooks"
 
@@ -24,27 +22,22 @@ def test_there_are_notebooks():
 @pytest.mark.filterwarnings("default")  # a kernel's own sockets and threads
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_notebook(file):
-    """By day the one that compiles least runs, with scanned layers; the others are only looked at."""
+    """By day they are only looked at: the README and the pages of docs/ run then."""
     assert file.stat().st_size < 300_000
     notebook = nbformat.read(file, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert any(cell.outputs for cell in cells), "outputs are kept, so that the notebook can be read where it lies"
     assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
-    runs = NIGHTLY or file.stem == "02_sharing"
-    if runs and "load_smollm2" in cells[0].source:
+    if NIGHTLY and "load_smollm2" in cells[0].source:
         try:
             smollm2(quiet=True)
         except OSError as error:
             pytest.skip(str(error))
-    if runs and not NIGHTLY:
-        assert MODEL in cells[0].source
-        cells[0].source = cells[0].source.replace(MODEL, SCANNED)
     stored = [read_text(cell) for cell in cells]
-    if runs:  # what must hold in the end is checked by the kernel, behind the notebook's last cell
+    if NIGHTLY:  # what must hold in the end is checked by the kernel, behind the notebook's last cell
         notebook.cells.append(nbformat.v4.new_code_cell((CHECKS / f"{file.stem}.py").read_text()))
         folder = {"metadata": {"path": str(file.parent)}}
-        nbclient.NotebookClient(notebook, timeout=600 if NIGHTLY else 240, resources=folder).execute()
-    if NIGHTLY:
+        nbclient.NotebookClient(notebook, timeout=600, resources=folder).execute()
         assert [read_text(cell) for cell in cells] == stored, "run it again, and keep what it gives today"
 
 

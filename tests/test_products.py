@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nightly import NIGHTLY
 
 from jaxkv._products import FEW, grouped_product, into_heads, product, product_by_heads
 
@@ -18,8 +19,11 @@ def make(front: tuple[int, ...], dtype=jnp.float32, outputs_first: bool = True):
     return jnp.asarray(rng.standard_normal((*front, INPUTS)), dtype), jnp.asarray(weight, dtype)
 
 
-@pytest.mark.parametrize("outputs_first", [True, False])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+FORMS = [(jnp.bfloat16, True), (jnp.bfloat16, False), (jnp.float32, True)]
+FORMS += [(jnp.float32, False), (jnp.float16, True), (jnp.float16, False)] * NIGHTLY
+
+
+@pytest.mark.parametrize(("dtype", "outputs_first"), FORMS)
 @pytest.mark.parametrize("front", [(), (0,), (1,), (2,), (5,), (6,), (8,), (9,), (17,), (FEW,), (FEW + 1,), (3, 2)])
 def test_every_form_gives_the_product(front, dtype, outputs_first):
     x, weight = make(front, dtype, outputs_first)

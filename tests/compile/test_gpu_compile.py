@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from nightly import NIGHTLY
+from nightly import NIGHTLY, by_night
 
 import pallas_kernels
 
@@ -24,10 +24,10 @@ pytestmark = [
 # (65,536 registers, 227 KiB); head_dim 256, and 32 query heads for a KV head, have one to themselves.
 DECODE_BUDGETS = {
     "llama3-8b": (96, 113_000),
-    "one-kv-head": (152, 227_000),
 }
-if NIGHTLY:  # what lies between
+if NIGHTLY:
     DECODE_BUDGETS |= {
+        "one-kv-head": (152, 227_000),
         "llama2-7b": (96, 113_000),
         "llama3.2-1b": (96, 113_000),
         "phi2": (96, 113_000),
@@ -54,7 +54,7 @@ OPTIONS = ("plain", "window", "soft-cap", "first", "all") if NIGHTLY else ("all"
 # One thread block fills a multiprocessor: 384 threads start with 168 registers each, and the producer hands most of its
 # own to the consumers. At head_dim 256 an accumulator takes 128 of 232.
 PREFILL = [
-    "llama3-8b-prefill",  # the plain one of a model's step
+    *(("llama3-8b-prefill",) if NIGHTLY else ()),  # the plain one of a model's step
     *(("gemma2-2b-prefill", "llama3.2-1b-prefill", "qwen2.5-14b-prefill", "phi2-prefill") if NIGHTLY else ()),
     *(("llama3-8b-chunk-prefill", "llama3-8b-tree-prefill", "256-tree", "gemma2-2b-first-tree") if NIGHTLY else ()),
     *(["llama3-8b-deterministic-prefill"] if NIGHTLY else []),
@@ -108,7 +108,7 @@ STEPS = ["step", *["step-shared"] * NIGHTLY]
 @pytest.fixture(scope="module")
 def report():
     """Everything that gpu_compile.py prints, by job."""
-    controls = ("no-fence", "too-many-registers", *("not-donated", "not-unique") * NIGHTLY)
+    controls = ("no-fence", "too-many-registers", "not-donated", "not-unique") * NIGHTLY
     controls = [f"control-{name}" for name in controls]
     jobs = [*DECODE_BUDGETS, *PREFILL, *FORMS, *QUANTISED, *WIDE_QUANTISED, *LATENT, "launches", *STEPS, *KEPT]
     jobs += [*["scanned", "other-launches"] * NIGHTLY, *controls]
@@ -152,7 +152,7 @@ def test_decode_within_budget(name, report):
 
 
 # Two thread blocks of 128 threads a multiprocessor where rows are few; else as many as can be.
-MERGES = [("llama3-8b", 184), ("one-kv-head", 184), *[("llama2-7b", 104)] * NIGHTLY]
+MERGES = [("llama3-8b", 184), *[("one-kv-head", 184), ("llama2-7b", 104)] * NIGHTLY]
 
 
 @pytest.mark.parametrize(("name", "registers"), MERGES)
@@ -236,6 +236,7 @@ def registers_after_trade(kernel):
     return 2 * 128 * kernel["traded"]["inc"] + 128 * kernel["traded"]["dec"]
 
 
+@by_night("a negative control of what is counted, whose kernel takes long to compile")
 def test_too_many_registers_show(report):
     """Negative control: nothing spills, and the chip would hang."""
     kernel = report["control-too-many-registers"]["paged_prefill"]
@@ -257,6 +258,7 @@ def test_launches_of_other_steps(report):
     assert prefill["layer"] == 2 and prefill["step"] <= 8
 
 
+@by_night("a negative control of what is counted, whose kernel takes long to compile")
 def test_missing_fence_shows(report):
     """Negative control: the interpreter cannot see it, the count of fences does."""
     assert report["control-no-fence"]["paged_decode_split"]["proxy_fences"] == 2

@@ -74,7 +74,7 @@ def calls(config, folder):
     return found
 
 
-@pytest.mark.parametrize("name", CONFIGS if NIGHTLY else ("stacked", "it evicts"))
+@pytest.mark.parametrize("name", CONFIGS if NIGHTLY else ("it evicts",))
 def test_nothing_is_compiled_a_second_time(name, tmp_path):
     again = []
     for what, call in calls(CONFIGS[name], tmp_path).items():

@@ -1,7 +1,7 @@
 """Random operations on a cache, failures included, against the oracle.
 
 Every request goes in as data of a jitted function that donates the cache, as in a decode loop. What no row holds
-and no index keeps is NaN before each one. By day 30,000 operations, as many of each of three configs; by night a
+and no index keeps is NaN before each one. By day 10,000 operations, as many of each of three configs; by night a
 million, of all of them.
 """
 
@@ -25,7 +25,7 @@ from steps import model_step, on_device
 import jaxkv
 from jaxkv.testing import poison
 
-EXAMPLES, STEPS = (1400 if NIGHTLY else 72), 80  # of each config
+EXAMPLES, STEPS = (1400 if NIGHTLY else 40), 80  # of each config
 # What rows and the index hold is compared after each. What is out of order in the state otherwise stays out of order,
 # and is looked for after some by day.
 INVARIANTS_EVERY, SAVED_EVERY = (1, 16) if NIGHTLY else (4, 32)

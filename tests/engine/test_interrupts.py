@@ -101,7 +101,7 @@ BY_DAY = [("swapped", "line"), ("prefix cache", "opcode")]
 def test_an_exception_anywhere_loses_nothing(engines, name, event):
     engine = engines[name]
     bound = [functools.partial(function, engine) for function in (work, finish_and_check)]
-    cut_anywhere(*bound, event, 700 if NIGHTLY else 20)
+    cut_anywhere(*bound, event, 700 if NIGHTLY else 12)
 
 
 def test_every_line_of_one_step_and_of_leaving_a_stream(engines):

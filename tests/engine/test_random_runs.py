@@ -5,7 +5,7 @@ import pytest
 from nightly import NIGHTLY
 from random_runs import SHAPES, Run
 
-RUNS, GROUPS = (10_000, 100) if NIGHTLY else (2, 1)
+RUNS, GROUPS = (10_000, 100) if NIGHTLY else (1, 1)
 
 
 @pytest.mark.timeout(3600 if NIGHTLY else 300)

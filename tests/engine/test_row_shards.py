@@ -75,7 +75,7 @@ def test_requests_come_and_go(fields):
         assert {d.id for x in jax.tree.leaves(loop.residents.cache) for d in x.devices()} == {i}
 
 
-@pytest.mark.parametrize("event", ["line", "opcode"])
+@pytest.mark.parametrize("event", ["line", *["opcode"] * NIGHTLY])
 def test_cut_off_anywhere_it_goes_on(event):
     def work(requests):
         for prompt in ([1, 2], [3, 4, 5], [6] * 9):

@@ -166,9 +166,10 @@ def main(chip, everything=""):
             "fused, int8": ("llama3-8b", "write_and_attend", (ROWS, 1), INT8 | {"layers": 2}),
         }
         if everything or chip == "v6e":
+            programs |= {"latent, fused, int8": ("deepseek-v3", "write_and_attend", (ROWS, 1), INT8)}
+        if everything:
             programs |= {
                 "latent, mixed": ("deepseek-v3", "write_and_attend", (64,), {}),
-                "latent, fused, int8": ("deepseek-v3", "write_and_attend", (ROWS, 1), INT8),
                 "fused, joined, int8": ("llama3.2-1b", "write_and_attend", (ROWS, 1), INT8 | {"joined": True}),
                 "write of many tokens, int8": ("llama3-8b", "write_kv", (ROWS, 256), INT8),
             }

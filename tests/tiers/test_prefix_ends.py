@@ -221,7 +221,7 @@ def own_blocks(config, windows):
 
 
 @pytest.mark.parametrize("work", WORKS)
-@pytest.mark.parametrize("name", HYBRID if NIGHTLY else ("window", "chunks"))
+@pytest.mark.parametrize("name", HYBRID if NIGHTLY else ("window",))
 def test_nine_tenths_are_found_at_one_and_a_half_of_the_windows_blocks(name, work):
     config = make_config(name)
     make, windows, least = WORKS[work]
@@ -229,8 +229,10 @@ def test_nine_tenths_are_found_at_one_and_a_half_of_the_windows_blocks(name, wor
     assert share_found(make_config(name, num_blocks=None, group_blocks=blocks), make) >= least
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-@pytest.mark.parametrize("name", ["window", "chunks"])
+@pytest.mark.parametrize(
+    ("name", "tier"),
+    [("window", "disk"), ("chunks", "host"), *[("window", "host"), ("chunks", "disk")] * NIGHTLY],
+)
 def test_so_it_is_in_host_memory_and_on_disk(name, tier, tmp_path):
     """The device has room for a row's window and hardly more."""
     config = make_config(name)

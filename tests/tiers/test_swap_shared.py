@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nightly import NIGHTLY
+from nightly import NIGHTLY, by_night
 from steps import on_device
 
 import jaxkv
@@ -233,7 +233,8 @@ def test_pickled_and_sliced():
     assert_same([contents(cache, r) for r in range(3)], [contents(together, r) for r in range(3)])
 
 
-@pytest.mark.parametrize("by_heads", [False, True] if NIGHTLY else [False])
+@by_night("by day rows travel over devices in test_send")
+@pytest.mark.parametrize("by_heads", [False, True])
 def test_over_devices(by_heads):
     mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2])
     layer = LayerConfig(num_kv_heads=2, head_dim=8, evict="head" if by_heads else None)

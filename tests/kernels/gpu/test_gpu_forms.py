@@ -16,9 +16,10 @@ from pallas_kernels.gpu import prefill
 
 INTERPRETED = [form for form in FORMS if "registers" not in form]
 BY_DAY = (
-    ("4, 3, 2, 1 and 0 tiles", "turns"), ("4, 3, 2, 1 and 0 tiles", "turns, ahead"), ("tails of wide tiles", "turns"),
-    ("tails of wide tiles", "ahead"), ("first tokens, chunks", "turns, ahead"),
-)  # fmt: skip
+    ("4, 3, 2, 1 and 0 tiles", "turns, ahead"),
+    ("tails of wide tiles", "turns"),
+    ("tails of wide tiles", "ahead"),
+)
 
 
 def formed(trial: Trial, form: str) -> Trial:
