@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.xla.work_list import zero_for
+from pallas_kernels.xla.tile_reads import zero_for
 
 FEW = 32  # tokens; with more the tiles pay
 GROUP_TOKENS = 4, 128  # minimum and maximum number of tokens at a time in a grouped product

@@ -6,11 +6,8 @@ cotangents back through it, for every backend. `tokens` attends to chosen tokens
 
 from pallas_kernels.common.batch import Call
 from pallas_kernels.common.quantization import QUANTIZED
-from pallas_kernels.xla.attention import (
-    paged_attention as paged_attention,
-    write_and_attend as write_and_attend,
-    write_kv as write_kv,
-)
+from pallas_kernels.xla.attention import paged_attention as paged_attention
+from pallas_kernels.xla.write import write_and_attend as write_and_attend, write_kv as write_kv
 
 # See `api.backend`.
 FORMATS = QUANTIZED

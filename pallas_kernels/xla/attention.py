@@ -19,8 +19,7 @@ from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, St
 from pallas_kernels.common.quantization import widen_int8
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.shared_prefix import TOGETHER, WORTH_ROWS, Shared, queries_together
-from pallas_kernels.common.xla_cpu import paired
-from pallas_kernels.xla import int8_product as digits, work_list as tiles
+from pallas_kernels.xla import int8_product as digits, tile_reads, work_list as tiles
 from pallas_kernels.xla.tokens import attend_tokens
 
 # A logit that is not seen. Finite, so that only an LSE is ever infinite, and exp(MASKED - any other) is 0.
@@ -127,7 +126,7 @@ def _attend_tiles(
     def step(i, made: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         both, values = made
         items = tiles.find_items(tiling, work, rows, i, inputs.sight)
-        seen = _read(inputs, items, tiling, tiles.read_queries(inputs.q, items, num_kv_heads))
+        seen = _read(inputs, items, tiling, tile_reads.read_queries(inputs.q, items, num_kv_heads))
         lane, item_top = items.lane, seen.logits.max(axis=-1)
         if deterministic:
             item = _Softmax(item_top, *_weigh(seen, _finite(item_top), inputs.q.dtype))
@@ -145,7 +144,7 @@ def _attend_tiles(
 
     width = inputs.stored.value_dim(head_dim)
     shape = (lanes, num_kv_heads, tiling.queries * (num_heads // num_kv_heads))
-    zero = tiles.zero_for(inputs, rows)
+    zero = tile_reads.zero_for(inputs, rows)
     # Tops and totals in one array: each array that a loop begins with is copied once a layer.
     both = jnp.broadcast_to(jnp.stack([zero + MASKED, zero])[:, None, None, None], (2, *shape))
     steps = tiles.cover(work.num_items, tiling.items)
@@ -168,12 +167,12 @@ def _attend_at_once(
     num_kv_heads = inputs.stored.kv.shape[2]
     if token_axes[1:] == (tiling.queries,):  # a tile's tokens lie together, and need no looking up
         row = place = None
-        queries = tiles.by_head(inputs.q.reshape(*token_axes, *inputs.q.shape[1:]), num_kv_heads)
+        queries = tile_reads.by_head(inputs.q.reshape(*token_axes, *inputs.q.shape[1:]), num_kv_heads)
     else:
         row, place = token.row, None
         if tiling.queries > 1:
             place = jnp.clip(token.position - tiles.take(rows.before, row), 0, tiling.queries - 1)
-        queries = tiles.read_queries(inputs.q, items, num_kv_heads)
+        queries = tile_reads.read_queries(inputs.q, items, num_kv_heads)
     seen = _read(inputs, items, tiling, queries)
     top = seen.logits.max(axis=-1)
     weighted = _weigh(seen, _finite(top), inputs.q.dtype)
@@ -207,12 +206,14 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
 
     def read_scales(which: int) -> jax.Array:
         assert stored.scale is not None
-        scales = tiles.read_runs(stored.scale, which, items, tiling.run, *stored.scale.shape[4:]).astype(jnp.float32)
+        scales = tile_reads.read_runs(stored.scale, which, items, tiling.run, *stored.scale.shape[4:]).astype(
+            jnp.float32
+        )
         return jax.lax.optimization_barrier(scales)  # else XLA puts them in order in each fusion that reads them
 
     def read(which: int) -> tuple[jax.Array, jax.Array | None]:
         """Keys or values, and the scales that are yet to be applied."""
-        numbers = format.from_bits(tiles.read_runs(kv, which, items, tiling.run, width))
+        numbers = format.from_bits(tile_reads.read_runs(kv, which, items, tiling.run, width))
         if not as_bytes:
             numbers = (widen_int8(numbers) if numbers.dtype == jnp.int8 else numbers).astype(dtype)
         if stored.scale is None:
@@ -238,7 +239,7 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
     logits *= scale
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    logits = jnp.where(seen, tiles.add_slopes(logits, alibi, items.distance), MASKED)
+    logits = jnp.where(seen, tile_reads.add_slopes(logits, alibi, items.distance), MASKED)
     if tiling.queries == 1:
         return _Seen(logits, values, value_scales, None)
     # One query may see a NaN that another one must not.
@@ -349,39 +350,3 @@ def _merged_in_order(softmax: _Softmax, lane: jax.Array, items: _Softmax) -> _So
         return jax.tree.map(lambda x, new: x.at[lane[j]].set(new), softmax, _merged(have, item))
 
     return jax.lax.fori_loop(0, lane.shape[0], merge, softmax)
-
-
-def write_kv(k, v, stored: StoredKV, batch: PagedBatch) -> StoredKV:
-    """Stores what [`pallas_kernels.write_kv`][] does, by one in-place scatter, and one more of scales."""
-    kv, format, token_axes = stored.kv, stored.format, k.shape[:-2]
-    token = locate(token_axes, *batch[1:4])
-    block_size = kv.shape[3]
-    column, offset = tiles.parts(token.position, block_size)
-    block = batch.block_tables[token.row, column].reshape(-1)
-    count = block.shape[0]
-    # Padding goes to places of its own past the pool's end, where mode="drop" drops it. Not to -1, which would wrap.
-    dropped = kv.shape[0] + jnp.arange(count, dtype=jnp.int32)
-    block = jnp.where(token.valid.reshape(-1), block, dropped)
-    tokens = k[..., None, :, :] if v is None else paired(k, v, -3)
-    tokens = tokens.reshape(count, kv.shape[1], *k.shape[-2:])
-
-    def put(pool: jax.Array, values: jax.Array, *minor: slice) -> jax.Array:
-        # unique_indices: no two tokens share a place, and without the promise GPUs would write with atomics.
-        place = pool.at[block, :, :, offset.reshape(-1), *minor]
-        return place.set(values.astype(pool.dtype), mode="drop", unique_indices=True)
-
-    if not format.is_quantized:
-        return stored.replace(put(kv, tokens, slice(0, k.shape[-1])), stored.scale)
-    assert stored.scale is not None
-    if stored.packed_rank is not None:
-        numbers, *both = format.encode_packed(tokens, stored.scale.dtype, stored.packed_rank)
-        scales = jnp.concatenate(both, axis=1)
-    else:
-        numbers, scales = format.encode(tokens, stored.scale.dtype, stored.latent_rank)
-    return stored.replace(put(kv, numbers, slice(0, numbers.shape[-1])), put(stored.scale, scales))
-
-
-def write_and_attend(q, k, v, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions):
-    """Writes, then attends."""
-    stored = write_kv(k, v, stored, batch)
-    return paged_attention(q, stored, batch, mask, options), stored

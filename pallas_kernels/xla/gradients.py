@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.common.batch import Call
-from pallas_kernels.xla import work_list as tiles
+from pallas_kernels.xla import tile_reads, work_list as tiles
 
 _product = functools.partial(jnp.einsum, precision="highest")
 
@@ -76,7 +76,7 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
         logits = _product("ikqd,ikcd->ikqc", q, keys) * numbers["scale"]
         if soft_cap is not None:
             logits = numbers["soft_cap"] * jnp.tanh(logits / numbers["soft_cap"])
-        return tiles.add_slopes(logits, numbers.get("alibi"), distance)
+        return tile_reads.add_slopes(logits, numbers.get("alibi"), distance)
 
     numbers = {"scale": jnp.float32(options.logit_scale(head_dim))}
     if soft_cap is not None:
@@ -90,16 +90,16 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
         sees, visible = seen.any(axis=3), seen.any(axis=2)
 
         def read(x):  # of queries
-            x = tiles.read_queries(x, items, num_kv_heads)
+            x = tile_reads.read_queries(x, items, num_kv_heads)
             return jnp.where(jnp.expand_dims(sees, range(3, x.ndim)), x, 0.0)
 
         def read_scales(which):
-            scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:])
+            scales = tile_reads.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:])
             scales = format.spread_scales(scales, head_dim, halves)
             return jnp.where(visible[..., None], scales, 0.0)
 
         def read_stored(which):  # the keys or values as stored, and their scales
-            bits = tiles.read_runs(kv, which, items, tiling.run, format.stored_dim(head_dim))
+            bits = tile_reads.read_runs(kv, which, items, tiling.run, format.stored_dim(head_dim))
             numbers = format.from_bits(bits).astype(jnp.float32)
             scales = jnp.ones_like(numbers[..., :1]) if kv_scale is None else read_scales(which)
             return jnp.where(visible[..., None], numbers, 0.0), scales
@@ -147,7 +147,7 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
         bars["kv"] = jnp.zeros(kv.shape, jnp.float32)
     if kv_scale is not None:
         bars["kv_scale"] = jnp.zeros(kv_scale.shape, jnp.float32)
-    zero = tiles.zero_for(queries, kv, kv_scale, out_bar, rows)
+    zero = tile_reads.zero_for(queries, kv, kv_scale, out_bar, rows)
     bars = jax.tree.map(lambda x: x + zero, bars)
     bars = jax.lax.fori_loop(0, tiles.cover(work.num_items, tiling.items), step, bars)
     bars |= bars.pop("numbers")

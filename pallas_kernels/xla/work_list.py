@@ -5,7 +5,7 @@ of the context that it sees. Items are numbered lane by lane, and what the i-th 
 the list is never stored and its length is free to follow the data.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -350,45 +350,3 @@ def _see(tiling: Tiling, rows: WorkRows, sight: TileSight, lane: Lane, tile: jax
         seen &= sight.mask.at[token[:, :, None], position].get(mode="fill", fill_value=False)
     block = rows.tables if whole and sight.blocks is None else rows.tables.at[lane.row, logical].get(mode="clip")
     return Items(lane.row, token, block, jnp.broadcast_to(offset, block.shape), seen, jnp.abs(query - key))
-
-
-def add_slopes(logits: jax.Array, alibi: jax.Array | None, distance: jax.Array) -> jax.Array:
-    """Returns logits `[items, K, queries * G, context]` less the slope of each head, `[K, G]`, times the distance."""
-    if alibi is None:
-        return logits
-    queries, group = distance.shape[1], alibi.shape[1]
-    slopes = jnp.tile(alibi, (1, queries))[None, :, :, None]
-    return logits - slopes * jnp.repeat(distance, group, axis=1)[:, None].astype(jnp.float32)
-
-
-def read_runs(pool: jax.Array, which: int, items: Items, run: int, head_dim: int | None = None) -> jax.Array:
-    """Keys (`which` 0) or values (1) of items' context, `[items, K, pieces * run, head_dim]`; of scales without the
-    last axis, where they have none. One gather, which leaves them in the order that products want and clamps blocks
-    that are out of range."""
-    num_items, pieces = items.block.shape
-    num_kv_heads, minor = pool.shape[2], () if head_dim is None else (head_dim,)
-    index = jnp.stack([items.block, jnp.full_like(items.block, which), items.offset], axis=-1)
-    dimensions = jax.lax.GatherDimensionNumbers(
-        offset_dims=(1, 3, 4)[: 2 + len(minor)], collapsed_slice_dims=(0, 1), start_index_map=(0, 1, 3)
-    )
-    runs = jax.lax.gather(pool, index, dimensions, (1, 1, num_kv_heads, run, *minor), mode="clip")
-    return runs.reshape(num_items, num_kv_heads, pieces * run, *minor)
-
-
-def zero_for(*trees: Any) -> jax.Array:
-    """A float32 0 that inside `shard_map` varies over the mesh axes that any of the arrays varies over, as what a loop
-    begins with must if what it computes from the arrays does."""
-    arrays = (x for x in jax.tree.leaves(trees) if hasattr(x, "dtype"))
-    return sum((jnp.zeros_like(x, jnp.float32, ()) for x in arrays), jnp.float32(0))
-
-
-def read_queries(x: jax.Array, items: Items, num_kv_heads: int) -> jax.Array:
-    """What the items' queries have in `x [tokens, H, ...]`, as `[items, K, queries * G, ...]`."""
-    return by_head(x.at[items.token].get(mode="clip"), num_kv_heads)
-
-
-def by_head(x: jax.Array, num_kv_heads: int) -> jax.Array:
-    """`[items, queries, H, ...]` as `[items, K, queries * G, ...]`."""
-    num_items, queries, num_heads, *minor = x.shape
-    x = jnp.moveaxis(x.reshape(num_items, queries, num_kv_heads, num_heads // num_kv_heads, *minor), 2, 1)
-    return x.reshape(num_items, num_kv_heads, queries * num_heads // num_kv_heads, *minor)

@@ -7,9 +7,10 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 
-from jaxkv._core.cache.inspection import Views, check_head
+from jaxkv._core.cache.inspection import Views
 from jaxkv._core.cache.key_bounds import renew_bounds
 from jaxkv._core.cache.pool_access import put_part, put_token
+from jaxkv._core.cache.row_checks import check_head
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.kv_packing import stack_kv
 from jaxkv._core.config.validation import show

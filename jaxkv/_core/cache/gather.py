@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._core.cache.cache import Cache, check_cache
-from jaxkv._core.cache.inspection import check_row
 from jaxkv._core.cache.pool_access import read_raw
+from jaxkv._core.cache.row_checks import check_row
 from jaxkv._core.config.validation import integer
 from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jaxkv._core.cache.block_map_html import block_map
 from jaxkv._core.cache.pool_access import dense, dense_pair, read_tokens
+from jaxkv._core.cache.row_checks import check_head, check_row, read_period
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import integer, show
@@ -88,7 +89,7 @@ class Views:
         if config.owner(number) != number:
             raise ValueError(f"Layer {number} shares another's keys and values: its index must be a number.")
         stack = config.stack(number)
-        index = _period(layer[1], -(-(config.num_layers - number) // config.period)) * config.period + number
+        index = read_period(layer[1], -(-(config.num_layers - number) // config.period)) * config.period + number
         places = np.array([stack.index(i) if i in stack else 0 for i in range(config.num_layers)], np.int32)
         return number, jnp.asarray(places).at[index].get(mode="clip", wrap_negative_indices=False)
 
@@ -338,34 +339,3 @@ def format_bytes(count: float) -> str:
 
 def _number(x: Any) -> Any:
     return x if isinstance(x, jax.core.Tracer) else np.asarray(x).item()
-
-
-def check_row(cache: Views, row: Any) -> None:
-    """Raises IndexError unless `row` is one of the cache's, or traced."""
-    rows = cache.lengths.shape[0]
-    if isinstance(row, jax.core.Tracer):
-        return
-    index = row.item() if isinstance(row, jax.Array | np.ndarray) and row.ndim == 0 else row
-    if isinstance(index, bool) or not isinstance(index, int | np.integer) or not 0 <= index < rows:
-        raise IndexError(f"row must be an integer from 0 to {rows - 1}, not {row!r}.")
-
-
-def check_head(cache: Views, layer: int, head: Any) -> None:
-    heads = cache.layer_config(layer).num_kv_heads
-    if isinstance(head, jax.core.Tracer):
-        return
-    head = head.item() if isinstance(head, jax.Array | np.ndarray) and head.ndim == 0 else head
-    if not isinstance(head, int | np.integer) or not 0 <= head < heads:
-        raise IndexError(f"head must be an integer from 0 to {heads - 1} in layer {layer}, not {head!r}.")
-
-
-def _period(number: Any, count: int) -> jax.Array:
-    """Returns a period's index below `count`. Raises IndexError if known and out of range; callers clip traced ones."""
-    is_array = isinstance(number, jax.Array | np.ndarray)
-    if is_array and (number.ndim or not jnp.issubdtype(number.dtype, jnp.integer)):
-        raise ValueError(f"layer's number of a period must be an integer, not {number.dtype}{list(number.shape)}.")
-    if not isinstance(number, jax.core.Tracer):
-        number = integer("layer's number of a period", number, most=None)
-        if not 0 <= number < count:
-            raise IndexError(f"layer's number of a period must be from 0 to {count - 1}, not {show(number)}.")
-    return jnp.asarray(number, jnp.int32)

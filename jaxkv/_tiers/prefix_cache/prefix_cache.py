@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxkv._core.blocks.block_copy import put
 from jaxkv._core.cache.cache import Cache, check_cache
-from jaxkv._core.cache.inspection import check_row, format_bytes
+from jaxkv._core.cache.inspection import format_bytes
+from jaxkv._core.cache.row_checks import check_row
 from jaxkv._core.config.cache_config import CacheConfig, check_config
 from jaxkv._core.config.validation import flag, integer, real, show
 from jaxkv._core.state.columns import row_entries

@@ -1,0 +1,46 @@
+"""The cache write in plain XLA, for every platform, and the write before paged attention."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
+from pallas_kernels.common.ragged_layout import locate
+from pallas_kernels.common.xla_cpu import paired
+from pallas_kernels.xla import work_list as tiles
+from pallas_kernels.xla.attention import paged_attention
+
+
+def write_kv(k, v, stored: StoredKV, batch: PagedBatch) -> StoredKV:
+    """Stores what [`pallas_kernels.write_kv`][] does, by one in-place scatter, and one more of scales."""
+    kv, format, token_axes = stored.kv, stored.format, k.shape[:-2]
+    token = locate(token_axes, *batch[1:4])
+    block_size = kv.shape[3]
+    column, offset = tiles.parts(token.position, block_size)
+    block = batch.block_tables[token.row, column].reshape(-1)
+    count = block.shape[0]
+    # Padding goes to places of its own past the pool's end, where mode="drop" drops it. Not to -1, which would wrap.
+    dropped = kv.shape[0] + jnp.arange(count, dtype=jnp.int32)
+    block = jnp.where(token.valid.reshape(-1), block, dropped)
+    tokens = k[..., None, :, :] if v is None else paired(k, v, -3)
+    tokens = tokens.reshape(count, kv.shape[1], *k.shape[-2:])
+
+    def put(pool: jax.Array, values: jax.Array, *minor: slice) -> jax.Array:
+        # unique_indices: no two tokens share a place, and without the promise GPUs would write with atomics.
+        place = pool.at[block, :, :, offset.reshape(-1), *minor]
+        return place.set(values.astype(pool.dtype), mode="drop", unique_indices=True)
+
+    if not format.is_quantized:
+        return stored.replace(put(kv, tokens, slice(0, k.shape[-1])), stored.scale)
+    assert stored.scale is not None
+    if stored.packed_rank is not None:
+        numbers, *both = format.encode_packed(tokens, stored.scale.dtype, stored.packed_rank)
+        scales = jnp.concatenate(both, axis=1)
+    else:
+        numbers, scales = format.encode(tokens, stored.scale.dtype, stored.latent_rank)
+    return stored.replace(put(kv, numbers, slice(0, numbers.shape[-1])), put(stored.scale, scales))
+
+
+def write_and_attend(q, k, v, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions):
+    """Writes, then attends."""
+    stored = write_kv(k, v, stored, batch)
+    return paged_attention(q, stored, batch, mask, options), stored
