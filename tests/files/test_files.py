@@ -16,10 +16,10 @@ from jaxkv._core.config import cache_config
 from jaxkv._files import safetensors
 
 # By day each is written once, and each is read once.
-NEXT = zip(CONFIGS, [*list(CONFIGS)[1:], *list(CONFIGS)[:1]], strict=True)
+NEXT = [*zip(CONFIGS, [*list(CONFIGS)[1:], *list(CONFIGS)[:1]], strict=True)]
 
 
-@pytest.mark.parametrize(("old", "new"), itertools.product(CONFIGS, CONFIGS) if NIGHTLY else NEXT)
+@pytest.mark.parametrize(("old", "new"), [*itertools.product(CONFIGS, CONFIGS)] if NIGHTLY else NEXT)
 def test_every_layout_and_block_size_comes_back_in_every_other(caches, path, old, new):
     cache = caches[old]
     jaxkv.save(path, cache)
