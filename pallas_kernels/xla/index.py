@@ -16,7 +16,7 @@ from pallas_kernels.common.context_parallel import count_local_tokens, position_
 from pallas_kernels.common.masks import Reach
 from pallas_kernels.common.quantization import StorageFormat
 from pallas_kernels.common.ragged_layout import locate
-from pallas_kernels.xla import work_list as tiles
+from pallas_kernels.xla import tile_reads, work_list as tiles
 
 QUERIES = 16  # of a tile, of rows with more than one token
 # Tokens of the context that are scored at a time. The fewer the pieces, the less it costs to merge the best of them;
@@ -148,7 +148,7 @@ def _stream(inputs: _Inputs, lanes: _Lanes, kept: int, piece: int) -> Best:
         begin = jnp.min(there)
     if shard is not None:
         begin, end = (count_local_tokens(jnp.maximum(x, 0), shard, size) for x in (jnp.minimum(begin, end), end))
-    zero = tiles.zero_for(inputs, lanes)
+    zero = tile_reads.zero_for(inputs, lanes)
     shape = (*lanes.position.shape, kept)
     nothing = Best(
         jnp.full(shape, NOTHING, jnp.float32) + zero, jnp.full(shape, -1, jnp.int32) + zero.astype(jnp.int32)

@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.common.masks import Reach
 from pallas_kernels.common.ragged_layout import Tokens, locate
-from pallas_kernels.xla import work_list as tiles
+from pallas_kernels.xla import tile_reads, work_list as tiles
 
 MASKED = float(np.finfo(np.float32).min)  # a logit that is not seen
 AT_ONCE = 1 << 23  # bytes of what queries have chosen, and of their logits, that are in memory at a time
@@ -61,7 +61,7 @@ def map_some(run, queries: Queries, count: int, others) -> tuple[jax.Array, jax.
     pieces = -(-num_tokens // count)
     padded = jax.tree.map(lambda x: jnp.pad(x, [(0, pieces * count - num_tokens), *[(0, 0)] * (x.ndim - 1)]), queries)
     padded = jax.tree.map(lambda x: x.reshape(pieces, count, *x.shape[1:]), padded)
-    zero = tiles.zero_for(queries, others)
+    zero = tile_reads.zero_for(queries, others)
 
     def some(piece: Queries) -> tuple[jax.Array, jax.Array]:
         shapes = jax.eval_shape(run, piece)
