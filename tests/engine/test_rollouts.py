@@ -212,7 +212,7 @@ def test_a_server_waits_for_parameters(wanted, caplog):
     assert "steps wait for engine.update" in caplog.text
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", [*[False] * NIGHTLY, True])
 @pytest.mark.parametrize("way", WAYS if NIGHTLY else ["prefix cache"])
 def test_memory_is_given_back_and_taken_again(keep, way, wanted, tmp_path):
     gc.collect()

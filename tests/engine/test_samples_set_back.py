@@ -37,7 +37,7 @@ def note_swaps(engine):
     return moved
 
 
-@pytest.mark.parametrize("swap", ["never", "always"])
+@pytest.mark.parametrize("swap", [*["never"] * NIGHTLY, "always"])
 def test_siblings_come_back_as_forks(swap):
     tokens, steps = expected()
     engine = jaxkv.Engine(MODEL, num_blocks=TIGHT, swap=swap, **SIZES)

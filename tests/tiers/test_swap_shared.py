@@ -98,7 +98,8 @@ def test_siblings_travel_together(name):
     jaxkv.check_invariants(more)
 
 
-@pytest.mark.parametrize("name", CONFIGS if NIGHTLY else ["evicts by heads"])
+@by_night("by day they travel together, and rows thinned by heads in test_thinned_rows")
+@pytest.mark.parametrize("name", CONFIGS)
 def test_one_by_one(name):
     """Each moved by a call of its own, to where others hold the same: no block more is taken than there were."""
     cache = forks(name)

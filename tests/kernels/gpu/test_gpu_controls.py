@@ -588,7 +588,7 @@ MISTAKES = {
 }
 BY_DAY = (
     "decode: V read before it arrives", "decode: V's tail off by one", "merge: a row that no thread block takes",
-    "fetch: ids beyond the pool", "prefill: V before the window",
+    "fetch: ids beyond the pool",
 )  # fmt: skip
 
 
