@@ -91,7 +91,7 @@ class StoredTensor(NamedTuple):
         return np.dtype(FLOATS.get(self.format, np.float32))
 
 
-class Contents(NamedTuple):
+class GgufContents(NamedTuple):
     """The contents of a file, or of all files of a split model."""
 
     metadata: dict[str, Any]
@@ -136,7 +136,7 @@ def read_metadata(path: pathlib.Path) -> dict[str, Any]:
     return _Header(split_files(path)[0]).metadata
 
 
-def read(path: pathlib.Path) -> Contents:
+def read(path: pathlib.Path) -> GgufContents:
     """Reads a model, all parts of it if it is split; nothing of a tensor is loaded before it is used.
 
     Raises:
@@ -155,7 +155,7 @@ def read(path: pathlib.Path) -> Contents:
         if twice := tensors.keys() & (own := header.read_tensors()).keys():
             raise DamagedFile(f"{header.path} has {show(min(twice))}, which an earlier part has too. {WAY_OUT}")
         tensors |= own
-    return Contents(headers[0].metadata, tensors)
+    return GgufContents(headers[0].metadata, tensors)
 
 
 class _Header:

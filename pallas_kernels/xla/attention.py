@@ -75,9 +75,11 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
         softmax = attend(rows.count, longest)
     else:  # rows with one token of this step gain nothing from tiles of queries
         lone = rows.count == 1
-        one, more = attend(jnp.where(lone, rows.count, 0), 1), attend(jnp.where(lone, 0, rows.count), longest)
+        lone_rows, others = attend(jnp.where(lone, rows.count, 0), 1), attend(jnp.where(lone, 0, rows.count), longest)
         is_lone = tiles.take(lone, token.row)
-        softmax = jax.tree.map(lambda a, b: jnp.where(jnp.expand_dims(is_lone, range(1, a.ndim)), a, b), one, more)
+        softmax = jax.tree.map(
+            lambda a, b: jnp.where(jnp.expand_dims(is_lone, range(1, a.ndim)), a, b), lone_rows, others
+        )
 
     softmax = softmax if together is None else _merged(together, softmax)
     top, values, total = softmax

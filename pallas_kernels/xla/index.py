@@ -63,7 +63,7 @@ def select_tokens(q, weights, stored: StoredIndex, batch: PagedBatch, mask: Mask
     if num_tokens == 0:
         empty = jnp.zeros((*token_axes, top_k))
         return Best(empty.astype(jnp.float32), empty.astype(jnp.int32))
-    inputs = _Inputs(
+    inputs = _IndexInputs(
         q.reshape(num_tokens, num_heads, width).astype(jnp.float32),
         weights.reshape(num_tokens, -1),
         stored,
@@ -76,11 +76,11 @@ def select_tokens(q, weights, stored: StoredIndex, batch: PagedBatch, mask: Mask
         best = jax.tree.map(lambda x: x[token.row], _select(inputs, _lone_lanes(rows, rows.count), kept))
     else:
         lone = rows.count == 1
-        one = _select(inputs, _lone_lanes(rows, jnp.where(lone, rows.count, 0)), kept)
+        of_lone = _select(inputs, _lone_lanes(rows, jnp.where(lone, rows.count, 0)), kept)
         lanes, lane, place = _tile_lanes(rows, jnp.where(lone, 0, rows.count), num_tokens, token)
         many, is_lone = _select(inputs, lanes, kept), lone[token.row][:, None]
         queries = lanes.position.shape[1]
-        best = jax.tree.map(lambda a, b: jnp.where(is_lone, a[token.row], b[lane * queries + place]), one, many)
+        best = jax.tree.map(lambda a, b: jnp.where(is_lone, a[token.row], b[lane * queries + place]), of_lone, many)
     best = Best(best.score, jnp.where(token.valid[:, None] & (best.score > NOTHING), best.position, -1))
     pad = ((0, 0), (0, top_k - kept))
     score, position = jnp.pad(best.score, pad, constant_values=NOTHING), jnp.pad(best.position, pad, constant_values=-1)
@@ -88,7 +88,7 @@ def select_tokens(q, weights, stored: StoredIndex, batch: PagedBatch, mask: Mask
     return Best(*(x.reshape(*token_axes, top_k) for x in (score, position)))
 
 
-class _Inputs(NamedTuple):
+class _IndexInputs(NamedTuple):
     q: jax.Array  # f32[tokens, heads, E]
     weights: jax.Array  # f32[tokens, heads]
     stored: StoredIndex
@@ -120,7 +120,7 @@ def _tile_lanes(rows: tiles.WorkRows, count: jax.Array, num_tokens: int, token) 
     return _Lanes(row, index, position), own, place
 
 
-def _select(inputs: _Inputs, lanes: _Lanes, kept: int) -> Best:
+def _select(inputs: _IndexInputs, lanes: _Lanes, kept: int) -> Best:
     """The best of the queries of lanes, `[lanes * queries, kept]`."""
     num_lanes, queries = lanes.position.shape
     num_heads, capacity = inputs.q.shape[1], inputs.batch.block_tables.shape[1] * inputs.stored.keys.shape[3]
@@ -138,7 +138,7 @@ def _select(inputs: _Inputs, lanes: _Lanes, kept: int) -> Best:
     return jax.tree.map(lambda x: x.reshape(groups * count * queries, kept)[: num_lanes * queries], found)
 
 
-def _stream(inputs: _Inputs, lanes: _Lanes, kept: int, piece: int) -> Best:
+def _stream(inputs: _IndexInputs, lanes: _Lanes, kept: int, piece: int) -> Best:
     """The best of the queries of a few lanes: reads the context of their rows piece by piece."""
     size, shard = inputs.stored.keys.shape[3], inputs.batch.context_shard
     reach = Reach.of_mask(inputs.mask, np.iinfo(np.int32).max)
@@ -163,7 +163,7 @@ def _stream(inputs: _Inputs, lanes: _Lanes, kept: int, piece: int) -> Best:
     return jax.lax.fori_loop(jnp.minimum(begin, end) // piece, -(-end // piece), step, nothing)
 
 
-def _score(inputs: _Inputs, lanes: _Lanes, place: jax.Array, reach: Reach) -> Best:
+def _score(inputs: _IndexInputs, lanes: _Lanes, place: jax.Array, reach: Reach) -> Best:
     """The scores of the tokens at some places of each lane's row, `[lanes, queries, places]`."""
     keys, scale, format = inputs.stored
     tables, shard, size = inputs.batch.block_tables, inputs.batch.context_shard, keys.shape[3]

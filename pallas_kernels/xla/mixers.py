@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.xla.convolution import causal_conv as causal_conv
-from pallas_kernels.xla.recurrence import Inputs, recur
+from pallas_kernels.xla.recurrence import TokenInputs, recur
 
 __all__ = ["causal_conv", "gated_delta_rule", "state_space"]
 
@@ -18,7 +18,7 @@ def gated_delta_rule(
     token_axes, heads = v.shape[:-2], v.shape[-2]
     q, k = (repeat_heads(x, heads) for x in (q, k))
     q, k, v, g, beta = (_flatten(x, token_axes) for x in (q, k, v, g, beta))
-    y, states = recur(Inputs(q * scale, k, v, g, beta), states, batch, token_axes)
+    y, states = recur(TokenInputs(q * scale, k, v, g, beta), states, batch, token_axes)
     return y, states
 
 
@@ -30,7 +30,7 @@ def state_space(
     token_axes, heads = x.shape[:-2], x.shape[-2]
     B, C = (repeat_heads(b, heads) for b in (B, C))
     x, dt, B, C = (_flatten(x, token_axes) for x in (x, dt, B, C))
-    inputs = Inputs(C, B, x * dt[..., None], dt * A.astype(jnp.float32)[None])
+    inputs = TokenInputs(C, B, x * dt[..., None], dt * A.astype(jnp.float32)[None])
     y, states = recur(inputs, states, batch, token_axes, transposed=True)
     if D is not None:
         D = D.astype(jnp.float32)

@@ -24,7 +24,7 @@ LEAST_GATE = -100.0  # its exponential is 0 in float32
 _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-class Inputs(NamedTuple):
+class TokenInputs(NamedTuple):
     """What the recurrence takes of each token, float32, in any leading axes; 0 leaves a state as it is."""
 
     q: jax.Array  # [..., H, K]
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
 
 
 def recur(
-    inputs: Inputs, states: jax.Array, batch: StateBatch, token_axes: tuple[int, ...], *, transposed: bool = False
+    inputs: TokenInputs, states: jax.Array, batch: StateBatch, token_axes: tuple[int, ...], *, transposed: bool = False
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns the outputs `f32[*token_axes, H, V]` and the pool of states after the step.
 
@@ -51,18 +51,18 @@ def recur(
     """
     inputs = inputs._replace(gate=jnp.maximum(inputs.gate, LEAST_GATE))
     batch = batch.flatten(token_axes)
-    one, chunk = (functools.partial(f, transposed=transposed) for f in (run_token, run_chunk))
+    token, chunk = (functools.partial(f, transposed=transposed) for f in (run_token, run_chunk))
     if len(token_axes) == 2 and token_axes[1] == 1:
-        y, states = _decode(inputs, states, batch, one)
+        y, states = _decode(inputs, states, batch, token)
     else:
         size = CHUNK_BY_CHANNEL if inputs.has_channel_gates else CHUNK
         size = min(size, 1 << (token_axes[-1] - 1).bit_length())
         longest = token_axes[1] if len(token_axes) == 2 and batch.snapshot_slots is None else None
-        y, states = _prefill(inputs, states, batch, longest, math.gcd(size, batch.every or size), one, chunk)
+        y, states = _prefill(inputs, states, batch, longest, math.gcd(size, batch.every or size), token, chunk)
     return y.reshape(*token_axes, *y.shape[1:]), states
 
 
-def run_token(x: Inputs, state: jax.Array, *, transposed: bool) -> tuple[jax.Array, jax.Array]:
+def run_token(x: TokenInputs, state: jax.Array, *, transposed: bool) -> tuple[jax.Array, jax.Array]:
     """Returns the output of one token of each row `[L, H, V]` and the states after it, each read once."""
     at = "lhvk" if transposed else "lhkv"
     gate = jnp.exp(x.gate) if x.has_channel_gates else jnp.exp(x.gate)[..., None]  # [L, H, K or 1]
@@ -75,7 +75,7 @@ def run_token(x: Inputs, state: jax.Array, *, transposed: bool) -> tuple[jax.Arr
     return y, state * gate[..., :, None] + x.k[..., :, None] * u[..., None, :]
 
 
-def run_chunk(x: Inputs, state: jax.Array, *, transposed: bool) -> tuple[jax.Array, jax.Array]:
+def run_chunk(x: TokenInputs, state: jax.Array, *, transposed: bool) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs of a chunk of each row `[L, C, H, V]` and the states after it."""
     has_channel_gates, size = x.has_channel_gates, x.k.shape[1]
     x = jax.tree.map(lambda array: jnp.moveaxis(array, 1, 2), x)  # heads first: products over them are batches
@@ -127,10 +127,10 @@ def invert(lower: jax.Array) -> jax.Array:
     return inverse.reshape(lower.shape)
 
 
-Step = Callable[[Inputs, jax.Array], tuple[jax.Array, jax.Array]]
+Step = Callable[[TokenInputs, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def _decode(inputs: Inputs, states: jax.Array, batch: StateBatch, one: Step) -> tuple[jax.Array, jax.Array]:
+def _decode(inputs: TokenInputs, states: jax.Array, batch: StateBatch, token: Step) -> tuple[jax.Array, jax.Array]:
     """Runs one token of each row: on a CPU a few heads of a row after another, which stay in a core's own cache."""
     valid, num_slots = batch.query_lens > 0, states.shape[0]
     targets = [batch.targets(num_slots)]
@@ -140,13 +140,13 @@ def _decode(inputs: Inputs, states: jax.Array, batch: StateBatch, one: Step) -> 
         targets.append(batch.snapshot_targets(jnp.zeros_like(batch.slots), taken, num_slots))
     inputs = _mask(inputs, valid)
 
-    def at_once(inputs: Inputs, states: jax.Array, batch: StateBatch, targets: list[jax.Array]) -> Any:
-        y, state = one(inputs, read_slots(states, batch))
+    def at_once(inputs: TokenInputs, states: jax.Array, batch: StateBatch, targets: list[jax.Array]) -> Any:
+        y, state = token(inputs, read_slots(states, batch))
         for slots in targets:
             states = states.at[slots].set(state.astype(states.dtype), mode="drop")
         return y, states
 
-    def one_by_one(inputs: Inputs, states: jax.Array, batch: StateBatch, targets: list[jax.Array]) -> Any:
+    def one_by_one(inputs: TokenInputs, states: jax.Array, batch: StateBatch, targets: list[jax.Array]) -> Any:
         rows, heads, count = batch.slots.shape[0], states.shape[1], _count_heads(states)
 
         def body(states: jax.Array, part: Any) -> tuple[jax.Array, jax.Array]:
@@ -154,7 +154,7 @@ def _decode(inputs: Inputs, states: jax.Array, batch: StateBatch, one: Step) -> 
             at = _Place(slot, head, count)
             held = jax.lax.optimization_barrier(at.read(states))
             before = jnp.where(begins, 0.0, held.astype(jnp.float32))
-            y, state = one(jax.tree.map(lambda x: x[None], inputs), before[None])
+            y, state = token(jax.tree.map(lambda x: x[None], inputs), before[None])
             return _put(states, state[0], at, targets, held), y[0]
 
         own = (jnp.clip(batch.slots, 0, num_slots - 1), batch.begins, targets)
@@ -210,13 +210,13 @@ def _plan_chunks(batch: StateBatch, num_tokens: int, size: int, longest: int | N
 
 
 def _prefill(
-    inputs: Inputs, states: jax.Array, batch: StateBatch, longest: int | None, size: int, one: Step, chunk: Step
+    inputs: TokenInputs, states: jax.Array, batch: StateBatch, longest: int | None, size: int, token: Step, chunk: Step
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Runs chunks of tokens: all rows at once if their most tokens are known, else one after another."""
     num_tokens, num_slots = inputs.v.shape[0], states.shape[0]
     place = jnp.arange(size, dtype=jnp.int32)
 
-    def tokens_of(c: _Chunks, width: int) -> Inputs:
+    def tokens_of(c: _Chunks, width: int) -> TokenInputs:
         index = jnp.minimum(c.begin[:, None] + place[None, :width], num_tokens - 1)  # [L, width]
         return _mask(jax.tree.map(lambda x: x[index], inputs), place[None, :width] < c.tokens[:, None])
 
@@ -224,7 +224,7 @@ def _prefill(
         return chunk(tokens_of(c, size), state)
 
     def run_one(c: _Chunks, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y, state = one(jax.tree.map(lambda x: x[:, 0], tokens_of(c, 1)), state)
+        y, state = token(jax.tree.map(lambda x: x[:, 0], tokens_of(c, 1)), state)
         return jnp.pad(y[:, None], ((0, 0), (0, size - 1), (0, 0), (0, 0))), state
 
     def skip(c: _Chunks, state: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -316,5 +316,5 @@ def _put(
     return states
 
 
-def _mask(inputs: Inputs, valid: jax.Array) -> Inputs:
+def _mask(inputs: TokenInputs, valid: jax.Array) -> TokenInputs:
     return jax.tree.map(lambda x: jnp.where(expand(valid, x.ndim), x, 0.0), inputs)

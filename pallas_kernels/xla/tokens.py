@@ -21,7 +21,7 @@ MASKED = float(np.finfo(np.float32).min)  # a logit that is not seen
 AT_ONCE = 1 << 23  # bytes of what queries have chosen, and of their logits, that are in memory at a time
 
 
-class Queries(NamedTuple):
+class TokenQueries(NamedTuple):
     """Some queries, one after another."""
 
     q: jax.Array  # [n, H, D]
@@ -45,7 +45,7 @@ def attend_tokens(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, option
     assert chosen is not None
     chosen = chosen.reshape(num_tokens, -1) if chosen.shape[-1] else jnp.full((num_tokens, 1), -1, jnp.int32)
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), *batch[1:4]))
-    queries = Queries(q.reshape(num_tokens, num_heads, head_dim), token, chosen)
+    queries = TokenQueries(q.reshape(num_tokens, num_heads, head_dim), token, chosen)
     run = functools.partial(_attend, stored=stored, batch=batch, mask=mask, options=options)
     count = 1 if options.deterministic else _count_at_once(q, stored, chosen.shape[-1])
     width = stored.value_dim(head_dim)
@@ -54,7 +54,7 @@ def attend_tokens(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, option
     return (out, lse.reshape(*token_axes, num_heads)) if options.return_lse else out
 
 
-def map_some(run, queries: Queries, count: int, others) -> tuple[jax.Array, jax.Array]:
+def map_some(run, queries: TokenQueries, count: int, others) -> tuple[jax.Array, jax.Array]:
     """Runs a function on `count` queries at a time. Those that are padding alone are 0, with an LSE of -inf."""
     num_tokens = queries.token.row.shape[0]
     count = min(count, num_tokens)
@@ -63,14 +63,14 @@ def map_some(run, queries: Queries, count: int, others) -> tuple[jax.Array, jax.
     padded = jax.tree.map(lambda x: x.reshape(pieces, count, *x.shape[1:]), padded)
     zero = tile_reads.zero_for(queries, others)
 
-    def some(piece: Queries) -> tuple[jax.Array, jax.Array]:
+    def some(piece: TokenQueries) -> tuple[jax.Array, jax.Array]:
         shapes = jax.eval_shape(run, piece)
 
-        def skip(_: Queries) -> tuple[jax.Array, jax.Array]:
+        def skip(_: TokenQueries) -> tuple[jax.Array, jax.Array]:
             out, lse = (jnp.zeros(x.shape, x.dtype) + zero.astype(x.dtype) for x in shapes)
             return out, lse - jnp.float32(jnp.inf)
 
-        def work(piece: Queries) -> tuple[jax.Array, jax.Array]:
+        def work(piece: TokenQueries) -> tuple[jax.Array, jax.Array]:
             out, lse = run(piece)
             return out + zero.astype(out.dtype), lse + zero
 
@@ -80,7 +80,7 @@ def map_some(run, queries: Queries, count: int, others) -> tuple[jax.Array, jax.
     return jax.tree.map(lambda x: x.reshape(pieces * count, *x.shape[2:])[:num_tokens], found)
 
 
-def find_slots(queries: Queries, batch: PagedBatch, mask: MaskSpec, block_size: int) -> Slots:
+def find_slots(queries: TokenQueries, batch: PagedBatch, mask: MaskSpec, block_size: int) -> Slots:
     """Finds the tokens that queries have chosen, in order of their positions, each once."""
     row, position, valid = queries.token
     kv_lens, (tables, shard) = batch.kv_lens[row], (batch.block_tables, batch.context_shard)
@@ -104,7 +104,7 @@ def find_slots(queries: Queries, batch: PagedBatch, mask: MaskSpec, block_size: 
 
 
 def _attend(
-    queries: Queries, *, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions
+    queries: TokenQueries, *, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions
 ) -> tuple[jax.Array, jax.Array]:
     q, num_kv_heads = queries.q, stored.kv.shape[2]
     count, num_heads, head_dim = q.shape

@@ -12,7 +12,7 @@ from checksum_model import LONGEST, VOCAB, WINDOW, Several, assert_streams, cont
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._engine.requests.drafters import Guesses, NGrams
+from jaxkv._engine.requests.drafters import DraftTokens, NGrams
 
 WINDOWS = (None, WINDOW)
 TIGHT = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 3, "num_blocks": 18, "draft_tokens": 3}
@@ -116,21 +116,21 @@ def test_a_run_of_tokens_is_followed_by_what_followed_it_before():
     ngrams, text = NGrams(), list(b"one two, one three, one t")
     for end in range(5, len(text)):
         ngrams.guess(text[:end], 3)  # the index grows with the text
-    assert ngrams.guess(text, 5) == NGrams().guess(text, 5) == Guesses.chain(list(b"hree,"))  # the last of equals
+    assert ngrams.guess(text, 5) == NGrams().guess(text, 5) == DraftTokens.chain(list(b"hree,"))  # the last of equals
     assert bytes(NGrams().guess(list(b"to b, to b, to b, to c, to"), 3).tokens) == b" b,"  # what came more often
     assert bytes(NGrams().guess(list(b"a1 b2 c2 a"), 1).tokens) == b"1"  # the longest run decides
     changed = list(b"to b, " * 9 + b"to c, " * 5 + b"to")
     assert bytes(NGrams().guess(changed, 2).tokens) == b" c"  # of late
-    assert NGrams().guess([1, 2, 3], 4) == Guesses([], []) == NGrams().guess([1], 4)
-    assert NGrams().guess([7, 7, 7], 4) == Guesses.chain([7] * 4)
+    assert NGrams().guess([1, 2, 3], 4) == DraftTokens([], []) == NGrams().guess([1], 4)
+    assert NGrams().guess([7, 7, 7], 4) == DraftTokens.chain([7] * 4)
 
 
 def test_a_tree_of_guesses_has_what_is_likeliest_to_come():
     text = list(b"one two, one three, one t")
-    assert NGrams(3).guess(text, 9) == Guesses(list(b"hwroe,e ,"), [-1, -1, 0, 1, 2, 3, 4, 5, 6])
-    assert NGrams(3).guess(text, 2) == Guesses(list(b"hw"), [-1, -1])
+    assert NGrams(3).guess(text, 9) == DraftTokens(list(b"hwroe,e ,"), [-1, -1, 0, 1, 2, 3, 4, 5, 6])
+    assert NGrams(3).guess(text, 2) == DraftTokens(list(b"hw"), [-1, -1])
     likely = list(b"ab," * 6 + b"ac," + b"ab,a")
-    assert NGrams(2).guess(likely, 4) == Guesses(list(b"b,ab"), [-1, 0, 1, 2])  # deep where it is sure
+    assert NGrams(2).guess(likely, 4) == DraftTokens(list(b"b,ab"), [-1, 0, 1, 2])  # deep where it is sure
 
 
 @jax.tree_util.register_static

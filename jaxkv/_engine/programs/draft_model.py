@@ -18,7 +18,7 @@ from jaxkv._core.state.device_arrays import delete
 from jaxkv._core.state.interrupts import Soundness
 from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._engine.programs.step import logits_at
-from jaxkv._engine.requests.drafters import Drafter, Guesses, NGramDrafter
+from jaxkv._engine.requests.drafters import Drafter, DraftTokens, NGramDrafter
 from jaxkv._engine.requests.sampling import FIELDS, KINDS, Kind, Sampling, choose
 from jaxkv._engine.requests.scheduler import Sequence
 
@@ -78,7 +78,7 @@ class ModelDrafter:
         self._cache: list[jax.Array] = []
         self._held: list[Held] = []  # of each row
 
-    def guess(self, sequences: Several[Sequence], count: int) -> list[Guesses]:
+    def guess(self, sequences: Several[Sequence], count: int) -> list[DraftTokens]:
         if not sequences:
             return []
         self._make_sound()
@@ -102,7 +102,7 @@ class ModelDrafter:
             for sequence, guessed in zip(sequences, guesses, strict=True):
                 of_row = self._held[sequence.row]  # type: ignore[index]
                 of_row.count, of_row.guesses = len(sequence.tokens), guessed[:-1] if self._can_roll_back else []
-        return [Guesses.chain(guessed[:count]) for guessed in guesses]
+        return [DraftTokens.chain(guessed[:count]) for guessed in guesses]
 
     def warm(self) -> list[Callable[[], Any]]:
         def call(shape: tuple[int, ...], kind: Kind, count: int) -> None:

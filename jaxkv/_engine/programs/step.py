@@ -20,10 +20,10 @@ from jaxkv._engine.programs.step_rows import (
     GUESSED,
     TOKEN,
     Asked,
-    Choice,
     Hook,
     Result,
     StepMemory,
+    TokenChoice,
     row_of,
     rows_of,
 )
@@ -57,7 +57,7 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, det
             deterministic=deterministic,
         )  # fmt: skip
         run = functools.partial(_run, answer, targets=targets)
-        compute = functools.partial(inner, run, Choice(hook, asked, kind, count))
+        compute = functools.partial(inner, run, TokenChoice(hook, asked, kind, count))
 
         def step(cache, memory, tokens, counts, due):
             out, last, cache, memory = compute(cache, memory, tokens, counts)
@@ -89,7 +89,7 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, det
     return cache_program(structure, program, donate=(2,), static=("kind", "count", "steps", "verify", "form"))
 
 
-def _step(run: Any, choice: Choice, cache: Any, memory: StepMemory, tokens: Any, counts: jax.Array) -> tuple:
+def _step(run: Any, choice: TokenChoice, cache: Any, memory: StepMemory, tokens: Any, counts: jax.Array) -> tuple:
     """Computes one step of every row. Returns `(the token after each row's last, the likeliest ones there), the former,
     cache, memory`; tokens of rows that did not fit are -1."""
     places = jnp.zeros_like(counts) if tokens.ndim == 2 else jnp.maximum(jnp.cumsum(counts) - 1, 0)

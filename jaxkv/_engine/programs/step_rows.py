@@ -134,7 +134,7 @@ def column_of(
     return (column if form is None else np.concatenate([column, form.pack(leaves)])), form
 
 
-class Choice(NamedTuple):
+class TokenChoice(NamedTuple):
     """How the token after each row's last one is chosen."""
 
     hook: Hook | None

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv._core.blocks.speculative import keep_guesses, revert_guesses, revert_tokens
 from jaxkv._core.blocks.state_slots import drop_guesses
-from jaxkv._engine.programs.step_rows import Choice, row_of
+from jaxkv._engine.programs.step_rows import TokenChoice, row_of
 
 
 class Drafts(NamedTuple):
@@ -18,7 +18,9 @@ class Drafts(NamedTuple):
     parents: jax.Array | None = None  # i32[N], of trees: each token's parent, counted from its row's first
 
 
-def verify(drafts: Drafts, run: Any, choice: Choice, cache: Any, memory: Any, tokens: Any, counts: jax.Array) -> tuple:
+def verify(
+    drafts: Drafts, run: Any, choice: TokenChoice, cache: Any, memory: Any, tokens: Any, counts: jax.Array
+) -> tuple:
     """Computes one step of every row, whose last `guessed[s]` tokens are drafts. Accepts them up to the first that
     differs from the token chosen there, and rolls the others back. Then comes the token chosen instead of the first
     wrong one, or after all."""
@@ -58,7 +60,7 @@ def _take_back(run, cache, memory, tokens, counts, drafts, accepted):
 
 
 def verify_trees(
-    drafts: Drafts, run: Any, choice: Choice, cache: Any, memory: Any, tokens: Any, counts: jax.Array
+    drafts: Drafts, run: Any, choice: TokenChoice, cache: Any, memory: Any, tokens: Any, counts: jax.Array
 ) -> tuple:
     """Does `verify` for trees of draft tokens: accepts the path of each row along which every token is the one chosen
     after its parent. Numbers count from the row's last given token, which is 0."""

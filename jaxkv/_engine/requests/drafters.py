@@ -22,21 +22,21 @@ NGRAMS = (4, 3, 2, 1)  # lengths of the n-grams looked up: the longest that occu
 TIMES = 8  # most recent occurrences of an n-gram that count
 
 
-class Guesses(NamedTuple):
+class DraftTokens(NamedTuple):
     """A tree of draft tokens. Each token follows the one that its parent names; -1: the sequence."""
 
     tokens: list[int]
     parents: list[int]  # the index of an earlier one of these tokens
 
     @classmethod
-    def chain(cls, tokens: list[int]) -> "Guesses":
+    def chain(cls, tokens: list[int]) -> "DraftTokens":
         return cls(tokens, list(range(-1, len(tokens) - 1)))
 
 
 class Drafter(Protocol):
     """The interface of a drafter."""
 
-    def guess(self, sequences: Several[Sequence], count: int) -> list[Guesses]:
+    def guess(self, sequences: Several[Sequence], count: int) -> list[DraftTokens]:
         """Returns up to `count` draft tokens per sequence. All their tokens have been read."""
 
     def warm(self) -> list[Callable[[], Any]]:
@@ -57,7 +57,7 @@ class NGramDrafter:
         self._branches = branches
         self._known: weakref.WeakKeyDictionary[Sequence, NGrams] = weakref.WeakKeyDictionary()
 
-    def guess(self, sequences: Several[Sequence], count: int) -> list[Guesses]:
+    def guess(self, sequences: Several[Sequence], count: int) -> list[DraftTokens]:
         found = (self._known.setdefault(s, NGrams(self._branches)) for s in sequences)
         return [ngrams.guess(s.tokens, count) for ngrams, s in zip(found, sequences, strict=True)]
 
@@ -77,7 +77,7 @@ class NGrams:
     >>> bytes(NGrams().guess(list(b"abcabcab"), 4).tokens)
     b'cabc'
     >>> NGrams(2).guess(list(b"ab ac a"), 5)
-    Guesses(tokens=[99, 32, 97, 99, 98], parents=[-1, 0, 1, 2, -1])
+    DraftTokens(tokens=[99, 32, 97, 99, 98], parents=[-1, 0, 1, 2, -1])
     """
 
     def __init__(self, branches: int = 1) -> None:
@@ -85,11 +85,11 @@ class NGrams:
         self._noted = 0  # n-grams that end before this position are indexed
         self._branches = branches
 
-    def guess(self, tokens: list[int], count: int) -> Guesses:
+    def guess(self, tokens: list[int], count: int) -> DraftTokens:
         """Returns the up to `count` likeliest tokens to follow, as a tree with a bounded number of branches. `tokens`
         must extend the list of the last call."""
         self._note(tokens)
-        guesses = Guesses([], [])
+        guesses = DraftTokens([], [])
         waiting: list[tuple[float, int, int, tuple[int, ...]]] = []  # least likely last; a parent; what it ends in
         order = itertools.count()
 
