@@ -77,7 +77,7 @@ class Engines(dict):
     """Of each way one that has compiled all its programs, made when it is asked for."""
 
     def __missing__(self, name):
-        engine = self[name] = jaxkv.Engine(Checksum(WINDOWS), **ROOM, **WAYS[name])
+        engine = self[name] = jaxkv.Engine(Checksum(WINDOWS, indexed=True), **ROOM, **WAYS[name])
         for _ in range(2):
             requests = []
             work(engine, requests)

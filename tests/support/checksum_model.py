@@ -18,15 +18,17 @@ VOCAB, LONGEST, WINDOW = 97, 48, 7
 @dataclasses.dataclass(frozen=True)
 class Checksum:
     """Stores tokens as keys and their positions as values. The next token depends on all that its layers see: by their
-    windows, or those and so many first tokens."""
+    windows, or those and so many first tokens. `indexed`: the first layer's tokens are its index keys instead."""
 
     windows: tuple[int | tuple[int, int] | None, ...] = (None, WINDOW)
     dtype: Any = "float32"
+    indexed: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def layer_configs(self):
         pairs = (window if isinstance(window, tuple) else (window, None) for window in self.windows)
-        return tuple(jaxkv.LayerConfig(num_kv_heads=1, head_dim=1, window=w, sink_tokens=first) for w, first in pairs)
+        layers = [jaxkv.LayerConfig(num_kv_heads=1, head_dim=1, window=w, sink_tokens=first) for w, first in pairs]
+        return (dataclasses.replace(layers[0], index_dim=1 if self.indexed else None), *layers[1:])
 
     def __call__(self, tokens, *, cache, logits_at):
         """One place for each row is asked for: its last."""
@@ -37,6 +39,10 @@ class Checksum:
             k, v = (x.astype(jnp.float32)[..., None, None] for x in (tokens, values))
             cache = jaxkv.write(cache, k, v, layer=layer)
             k, v = (x[..., 0, 0].astype(jnp.int32) for x in cache.read(layer, rows, position))
+            if self.indexed and layer == 0:
+                cache = jaxkv.write_index(cache, tokens.astype(jnp.float32)[..., None], layer=0)
+                block, offset = cache.slots(rows, position, layer=0)
+                k = cache.pool(0).index.keys[block, 0, 0, offset, 0].astype(jnp.int32)
             end = cache.lengths[:, None]
             seen = (position < end) & is_seen(position, end, window)
             total += jnp.sum(jnp.where(seen, (k + 1) * weight(layer, v), 0), axis=1, dtype=jnp.int32)
