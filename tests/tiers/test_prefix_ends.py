@@ -119,7 +119,7 @@ BY_DAY = [("chunks", "device"), ("two windows", "device"), ("two windows", "host
           ("first tokens and a window", "disk")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "tier"), itertools.product(LAYERS, TIERS) if NIGHTLY else BY_DAY)
+@pytest.mark.parametrize(("name", "tier"), [*itertools.product(LAYERS, TIERS)] if NIGHTLY else BY_DAY)
 def test_what_is_found_is_the_longest_that_is_held(name, tier, tmp_path):
     draw, config = random.Random(f"{name} {tier}"), make_config(name, num_blocks=26)
     on_host, on_disk = TIERS[tier]
