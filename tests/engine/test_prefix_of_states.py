@@ -140,6 +140,7 @@ def test_rows_come_and_go_in_little_room(fields):
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="minutes of cuts")
+@pytest.mark.timeout(3600)
 def test_whatever_cuts_off_a_call_no_token_is_wrong():
     engine, prompts = make_engine(num_blocks=18), [[5, 7, 11] * 4, [3], [5, 7, 11, 5, 7, 11, 1, 2], [9, 8] * 6]
 
