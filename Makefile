@@ -2,6 +2,7 @@
 #
 #   make test EXTRAS=cuda13     on a machine with an NVIDIA GPU (EXTRAS=tpu: with a TPU)
 #   make test JAX=0.11.2        with that version of JAX
+#   make test PYTHON=python3.13 with that Python, in an environment of its own
 #   make test LATEST=1          with the newest of everything, not the versions in constraints/
 #   make test TESTS=tests/kernels
 #   make test JAXKV_NIGHTLY=1   more of what takes long: random operations, whole models compiled
@@ -15,7 +16,8 @@ JAX ?=
 LATEST ?=
 TESTS ?= tests
 
-VENV := .venv$(if $(JAX),-$(JAX))$(if $(LATEST),-latest)
+OTHER := $(notdir $(filter-out python3,$(PYTHON)))
+VENV := .venv$(if $(OTHER),-$(OTHER))$(if $(JAX),-$(JAX))$(if $(LATEST),-latest)
 BIN := $(VENV)/bin
 comma := ,
 with = .[$(1)$(if $(EXTRAS),$(comma)$(EXTRAS))]
@@ -43,7 +45,7 @@ demo: $(VENV)/demo.installed
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//; p' Makefile
 
-test: $(VENV)/test.installed $(if $(EXTRAS)$(JAX),,$(VENV)/compile.installed)
+test: $(VENV)/test.installed $(if $(EXTRAS)$(JAX)$(OTHER),,$(VENV)/compile.installed)
 	JAXKV_COMPILE_SITE=$(abspath $(VENV)/compile) $(BIN)/python -m pytest $(PARALLEL) $(TESTS)
 
 # Hours on two cores. Each file's seconds are kept beside the environment: what has passed at this commit is not run again.
