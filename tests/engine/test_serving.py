@@ -114,6 +114,21 @@ def test_others_may_use_the_engine_meanwhile(engine, lone, tmp_path):
         assert [request.result(60) for request in requests] == [lone(PROMPT, 30)] * 3
 
 
+def test_saved_while_it_is_served(model, tmp_path):
+    """The thread that serves takes the engine again at once: who waits comes before its next step."""
+    with jaxkv.Engine(model, **SIZES | {"max_seq_len": 4096, "num_blocks": 1024}) as engine:
+        engine.save(tmp_path / "engine")  # which compiles
+        with engine.serve():
+            request = engine.submit(PROMPT, 4000, on_token=lambda *_: time.sleep(0.001))
+            next(iter(request))
+            engine.save(tmp_path / "engine")
+            request.cancel()
+            engine.wait(60)
+        (again,) = engine.load(tmp_path / "engine")
+        assert 0 < len(again.tokens) < 2000
+        again.cancel()
+
+
 def test_callbacks(engine, lone):
     pairs = []
     with engine.serve():

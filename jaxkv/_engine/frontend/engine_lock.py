@@ -29,6 +29,7 @@ class EngineLock:
         self._holder: dict[str, weakref.ref[HeldLock]] = {}
         self._stale = threading.Lock()
         self.is_closed = False
+        self._waiting: weakref.WeakSet[HeldLock] = weakref.WeakSet()  # who waits; ends with the frame that does
         self._computing: weakref.ref[HeldLock] | None = None  # within a hold, the call that uses the engine's memory
 
     def take(self, *, is_brief: bool = False) -> HeldLock:
@@ -41,7 +42,7 @@ class EngineLock:
         Raises:
           RuntimeError: another thread has the lock.
         """
-        waits, has_looked = 0, False
+        waits, has_looked, wish = 0, False, HeldLock(threading.current_thread(), is_brief)
         while True:
             mine = HeldLock(threading.current_thread(), is_brief)
             holder = self._holder.setdefault("turn", weakref.ref(mine))  # atomic: only one thread succeeds
@@ -50,6 +51,7 @@ class EngineLock:
                 return held
             if held is not None and held.is_brief and held.thread.is_alive():
                 del held  # the hold ends when nothing refers to it
+                self._waiting.add(wish)
                 time.sleep(1e-4)
                 waits += 1
                 if waits % MANY_WAITS == 0:
@@ -82,6 +84,11 @@ class EngineLock:
             held.calls -= 1
             if not held.calls:
                 self._holder.pop("turn", None)
+
+    def let_others(self) -> None:
+        """Waits until those who waited for the lock have had it. For a thread that takes it again and again."""
+        while self._waiting:
+            time.sleep(1e-4)
 
     # A generator keeps its hold while its caller does something else; it uses the memory only now and then.
 

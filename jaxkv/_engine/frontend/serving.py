@@ -257,6 +257,7 @@ def _serve_step(engine: Any) -> bool:
     """Takes a step if there is something to do, and tells whether there was."""
     if not (engine._loop.is_busy or engine._reader.news):
         return False
+    engine._turn.let_others()
     with engine._exclusive(is_brief=True):
         can_step = engine._can_step
         if engine._loop.is_busy and can_step:
