@@ -154,7 +154,7 @@ def test_what_cannot_keep_them_says_so():
         'LayerConfig.bounds tell a row\'s blocks apart, and with layout="contiguous"': lambda: jaxkv.CacheConfig(
             layers=(kept(),), max_seqs=2, max_seq_len=8, layout="contiguous"
         ),
-        "no dtype or rotate of its own, nor evict or bounds": lambda: make((kept(), kept(shares_with=0))),
+        "no dtype or rotate of its own, nor evict, index_dim or bounds": lambda: make((kept(), kept(shares_with=0))),
         "Layer 0 keeps bounds of whole blocks, which cannot be divided over the mesh axis 'context'": lambda: (
             jaxkv.init(make().config, mesh=mesh, context="context")
         ),

@@ -19,7 +19,7 @@ from jaxkv.scores._budgets import pyramid_kept, uniform_kept
 Budget = Literal["uniform", "pyramid", "ada"]
 
 ALIKE = (scores.streaming_llm, scores.tova)  # they score all heads of a layer alike
-SCORES = [name for name in scores.__all__ if name not in ("ada", "pyramid", "quest", "uniform")]
+SCORES = [name for name in scores.__all__ if name not in ("ada", "indexer", "pyramid", "quest", "uniform")]
 
 
 @dataclasses.dataclass(frozen=True)
