@@ -29,6 +29,7 @@ from jaxkv._engine.runner.engine_core import EngineCore
 from jaxkv._files.paths import read_file_path
 from jaxkv._tiers.host_blocks import HostBlocks
 
+EIGHTHS = "▁▂▃▄▅▆▇█"
 PLAYER = pathlib.Path(__file__).parents[2] / "data" / "player.html"
 
 
@@ -108,6 +109,26 @@ class Trace:
             return (s.rows[0] if len(s.rows) == 1 else -3) if s.rows else -2 if s.kept else -1
 
         return np.array([[owner(s) for s in f.groups[group]] for f in self.frames], np.int64)
+
+    def text(self, frame: int = -1, group: int = 0) -> str:
+        """Returns a picture of one frame for a terminal: a line for each row, a column for each block, how full it is.
+
+        >>> import jaxkv
+        >>> sizes = dict(num_layers=1, num_kv_heads=1, head_dim=8, max_seqs=2, max_seq_len=64, block_size=16)
+        >>> trace = Trace(jaxkv.CacheConfig.uniform(**sizes))
+        >>> cache = trace.add(jaxkv.extend(jaxkv.init(trace.config), [40, 20]))
+        >>> print(trace.text())
+        row 0, 40 tokens  █ █ ▄ · · · · ·
+        row 1, 20 tokens  · · · █ ▂ · · ·
+        """
+        shown, size = self.frames[frame], self.config.block_size
+        names = [f"row {row}, {count} tokens" for row, count in enumerate(shown.lengths)]
+
+        def mark(square: Square, row: int) -> str:
+            return EIGHTHS[-(-square.filled * 8 // size) - 1] if row in square.rows and square.filled else "·"
+
+        lines = (" ".join(mark(square, row) for square in shown.groups[group]) for row in range(len(names)))
+        return "\n".join(f"{name:{max(map(len, names))}}  {line}" for name, line in zip(names, lines, strict=True))
 
     def html(self, path: str | os.PathLike | None = None) -> str:
         """Returns a page that plays the trace in any browser; also written to `path`, if given.
