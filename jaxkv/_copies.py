@@ -93,7 +93,9 @@ def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs
     raise AssertionError(
         f"The step takes {scratch} bytes of scratch memory, more than {temp_fraction} of its largest pool of {largest} "
         f"bytes, and {why}. Its largest buffers: {'; '.join(map(str, (blocks or buffers)[:NAMED])) or 'not known'}. "
-        "Read a pool with jaxkv.attend or jaxkv.gather; what the step may need all the same, say with temp_fraction."
+        "Read a pool with jaxkv.attend or jaxkv.gather. Attention itself may read most of a small pool: give one of "
+        "many blocks, jax.eval_shape(lambda: jaxkv.init(config.replace(num_blocks=4000))). What the step may need all "
+        "the same, say with temp_fraction."
     )
 
 

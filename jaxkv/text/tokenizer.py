@@ -167,7 +167,10 @@ class _Folder:
 
         file = self.folder / "tokenizer.json"
         if not file.is_file():
-            raise FileNotFoundError(f"{self.folder} has no tokenizer.json: save the model's tokenizer there.")
+            raise FileNotFoundError(
+                f"{self.folder} has no tokenizer.json: save the model's tokenizer there. Without text, "
+                "jaxkv.generate(model, [[1, 2, 3]]) takes token ids."
+            )
         try:
             return tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower

@@ -30,7 +30,7 @@ def fork(cache: Cache, src: Any, dst: Any) -> Cache:
     without a block for its copy stays as it was and is marked in `cache.failed`.
 
     Args:
-      src, dst: row indices, or equally long lists of them. No dst row may be a src row of the same call.
+      src, dst: row indices, or equally long lists of them. No dst row may be the src row of another one.
 
     Raises:
       ValueError, IndexError: rows known on the host overlap or are out of range. On the device, a dst row with such a

@@ -64,8 +64,8 @@ def check(cache: Cache) -> None:
     if senseless:
         raise CacheError(
             f"A request that makes no sense was made for {_list(f'row {r}' for r in senseless)}: a negative number of "
-            "tokens, more tokens than the step's arrays have places for, or a row out of range. The row is as it was "
-            "before; free clears it."
+            "tokens, more tokens than the step's arrays have places for, or a row out of range. If the arrays are "
+            "another step's, extend was not called before them. The row is as it was before; free clears it."
         )
     if gone and cache.state_slots is not None:
         asked = _list(f"row {r} ({tables.lengths[r]} tokens) to {tables.wanted[r]} tokens" for r in gone)

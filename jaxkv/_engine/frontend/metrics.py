@@ -15,7 +15,10 @@ MEANINGS = {
     "waiting": ("gauge", "samples that wait for a row"),
     "oldest_waiting_seconds": ("gauge", "time since the submission of the request that has waited longest"),
     "free_rows": ("gauge", "rows without a sample"),
-    "free_blocks": ("gauge", "blocks that a row can take, those of evictable prefixes included; a lower bound"),
+    "free_blocks": (
+        "gauge",
+        "blocks that a row can take, in each group of layers, those of evictable prefixes included; a lower bound",
+    ),
     "blocks_peak": ("gauge", "most blocks in use at any time, of each group the most"),
     "steps": ("counter", "steps computed"),
     "tokens": ("counter", "tokens computed, of prompts and outputs"),
