@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import gc
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import jaxkv
 import jaxkv.text
 from jaxkv import models
 from jaxkv._cli.http.openai_format import read_options
-from jaxkv._cli.http.serve import make_app
+from jaxkv._cli.http.serve import finish, make_app
 
 openai = pytest.importorskip("openai", reason="the extra 'test' is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="the extra 'serve' is not installed")
@@ -187,6 +188,7 @@ def test_health_and_metrics(served):
 def test_who_goes_away_is_cancelled(served, client, monkeypatch, stream):
     engine, submitted = served[0], []
     submit = engine.submit
+    ask(client, QUESTIONS[0], max_tokens=1)  # the template is read, and programs are there
     monkeypatch.setattr(
         engine, "submit", lambda *args, **options: submitted.append(submit(*args, **options)) or submitted[-1]
     )
@@ -200,6 +202,23 @@ def test_who_goes_away_is_cancelled(served, client, monkeypatch, stream):
     engine.wait(60)
     (request,) = submitted
     assert request.ended == "cancelled" and len(request.tokens) < request.limit
+
+
+def test_who_goes_away_leaves_no_traceback(served):
+    engine, text, _ = served
+    reported = []
+
+    class Gone:
+        async def receive(self):
+            return {"type": "http.disconnect"}
+
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+        assert not await finish(engine.submit(text.encode("Why?"), 200, eos=(), n=2), Gone())
+        gc.collect()
+
+    asyncio.run(run())
+    assert not reported
 
 
 def test_clients_come_and_go(served, client, expected):

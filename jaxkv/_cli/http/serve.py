@@ -114,6 +114,7 @@ async def finish(request: Any, http: Any) -> bool:
         for task in (waits, gone):
             task.cancel()
         request.cancel()  # does nothing to one that has ended
+        await asyncio.gather(waits, gone, return_exceptions=True)  # or the event loop would log that they were cut
 
 
 async def stream_answer(
