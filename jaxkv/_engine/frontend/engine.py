@@ -164,7 +164,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         self._remember_given(model)
         self._turn = EngineLock()
         self._reader = RequestReader(
-            self, seed=self.seed, eos_ids=self.eos_ids, vocab_size=self.vocab_size, hook_args=hook_args,
+            self, vocab_size=self.vocab_size, hook_args=hook_args,
             has_hook=logits_hook is not None, is_apart=prefill is not None, holdings=self._residents.holdings,
             takes_adapters=logits_hook is not None or takes(model, ADAPTERS),
             most_tokens=count_most_tokens(config, keeps_tokens=any(x is not None for x in keepers)),

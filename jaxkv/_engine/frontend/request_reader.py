@@ -32,11 +32,11 @@ class RequestReader:
     """
 
     def __init__(
-        self, engine: Any, *, seed: int, eos_ids: tuple[int, ...], vocab_size: int | None, most_tokens: int,
-        hook_args: HookArgs, has_hook: bool, takes_adapters: bool, is_apart: bool, holdings: Holdings,
+        self, engine: Any, *, vocab_size: int | None, most_tokens: int, hook_args: HookArgs, has_hook: bool,
+        takes_adapters: bool, is_apart: bool, holdings: Holdings,
     ):  # fmt: skip
         self.engine = weakref.ref(engine)
-        self.seed, self.eos_ids, self.vocab_size, self.most_tokens = seed, eos_ids, vocab_size, most_tokens
+        self.vocab_size, self.most_tokens = vocab_size, most_tokens
         self.hook_args, self.has_hook, self.takes_adapters, self.holdings = (
             hook_args,
             has_hook,
@@ -46,6 +46,10 @@ class RequestReader:
         self.is_apart = is_apart  # prompts are computed on other devices
         self.numbers = Numbers()
         self.news: dict[Request, None] = {}
+
+    def read_default(self, name: str) -> Any:
+        """Returns an attribute of the engine, `seed` or `eos_ids`, which may be set after it was made."""
+        return getattr(self.engine(), name)
 
     def find_problem(self, prompt: Any, max_new_tokens: Any) -> str | None:
         """Returns why a prompt cannot be continued, or None."""
@@ -69,7 +73,7 @@ class RequestReader:
         count = integer("n", n, least=1, most=2**16)
         choices = [self._read_choice(draw, None if draw[-1] is None else j) for j in range(count)]
         shared = {
-            "eos": read_eos(options["eos"], self.eos_ids), "salt": read_salt(options["salt"]),
+            "eos": read_eos(options["eos"], self.read_default("eos_ids")), "salt": read_salt(options["salt"]),
             "num_logprobs": self.read_logprobs(options["logprobs"]), "adapter": self.read_adapter(options["adapter"]),
             "keep_prefix": read_keep_prefix(options["keep_prefix"]),
             "priority": integer("priority", options["priority"], least=-MOST_INDEX, most=MOST_INDEX),
@@ -95,7 +99,7 @@ class RequestReader:
         n = integer("n", n, least=1, most=2**16)
         options: dict[str, Any] = {
             "choice": self._read_choice(draw, None),
-            "eos": read_eos(eos, self.eos_ids), "salt": read_salt(salt), "num_logprobs": None,
+            "eos": read_eos(eos, self.read_default("eos_ids")), "salt": read_salt(salt), "num_logprobs": None,
         }  # fmt: skip
         limits = read_limits(max_new_tokens, len(prompts))
         asked = list(enumerate(zip(prompts, limits, strict=True)))
@@ -121,7 +125,9 @@ class RequestReader:
 
     def _read_choice(self, draw: Draw, draws: int | None) -> SamplingParams:
         temperature, top_k, top_p, min_p, seed = draw
-        return SamplingParams.read(temperature, top_k, top_p, min_p, self.seed if seed is None else seed, draws)
+        return SamplingParams.read(
+            temperature, top_k, top_p, min_p, self.read_default("seed") if seed is None else seed, draws
+        )
 
     def read_hook_args(self, hook_args: Any) -> Any:
         """Returns the numbers of a request for the hook. Raises ValueError."""
