@@ -366,7 +366,7 @@ def test_bad_options_are_one_sentence_each(tmp_path, monkeypatch):
         ({"disk": tmp_path / "file" / "x"}, "disk must be a folder .*Not a directory"),
         ({"disk": closed}, "disk must be a folder .*Permission denied"),
         ({"disk": 7}, "disk must be a folder, a path, not 7"),
-        ({"disk": "a\0b"}, "disk must be a folder that can be written to"),
+        ({"disk": "a\0b"}, "disk has characters that no name of a file can have"),
         ({"disk_bytes": 0}, "disk_bytes must be above 0, not 0"),
         ({"disk_bytes": 288}, "disk_bytes must be at least a block's file, [0-9]+ bytes, not 288"),
         ({"disk_bytes": float("nan")}, "disk_bytes must be a finite number, not nan"),
