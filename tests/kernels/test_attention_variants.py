@@ -118,6 +118,7 @@ def test_kernels_refuse_by_name(platform, name):
         "alibi": jnp.ones(10),
         "causal": False,
         "blocks": jnp.zeros((4, 2), jnp.int32),
+        "tokens": jnp.zeros((4, 11, 3), jnp.int32),
         "deterministic": True,
     }
     asked = {name: value[name]}
