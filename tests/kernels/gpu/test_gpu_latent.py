@@ -177,10 +177,14 @@ MISTAKES = {
         {"wrong"},
         Plant("_prefill_latent", "part_lse * math.log(2)", "part_lse"),
     ),
-    "step: missing heads' sinks": (
+    "step: missing heads": (
         "few tokens",
         {"wrong"},
-        Plant("attend", "jnp.pad(sinks, (0, missing))", "jnp.pad(sinks, (missing, 0))"),
+        Plant(
+            "_pad_heads",
+            "(0, count - group if i == axis + 1 else 0)",
+            "(count - group if i == axis + 1 else 0, 0)",
+        ),
     ),
     "step: heads of another token": (
         "prefill, ring",
