@@ -197,20 +197,22 @@ class PrefixIndex:
         """Keeps states after the tokens of nodes. In host memory blocks make room for those that leave the device."""
         if self.snapshots is None or not found:
             return
-        self.settled = False
+        self.soundness.begin()
         self.snapshots.add(found, self.nodes, self.pinned_nodes, self.spill_bytes - self.bytes_held(()))
         self._spare_host()
-        self.settled = True
+        self.soundness.end()
 
     def recall_states(self, node: Node, chain: Sequence[Node]) -> bool:
         """Reads the states after a node's tokens from the disk to host memory, beside the blocks of a chain. Tells
         whether they are there."""
         assert self.snapshots is not None
-        was_settled, self.settled = self.settled, False
+        was_kept = self.soundness.is_kept
+        self.soundness.begin()
         room = self.spill_bytes - self.bytes_held(chain)
         found = self.snapshots.recall(node, self.nodes, self.pinned_nodes, room)
         self._spare_host(chain)
-        self.settled = was_settled
+        if was_kept:
+            self.soundness.end()
         return found
 
     @property
