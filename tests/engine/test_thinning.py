@@ -140,6 +140,9 @@ class Counted:
 
     may_have_more = False
 
+    def must_follow(self, leader, sequence):
+        return False
+
     def settle(self):
         pass
 
