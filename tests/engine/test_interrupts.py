@@ -311,6 +311,26 @@ def test_a_cache_of_which_a_step_failed_on_the_device_is_lost(engines, monkeypat
         finish_and_check(engine, requests)
 
 
+def test_nobody_waits_for_who_has_given_up():
+    """A thread that waited, was refused and keeps the error, which keeps its frame."""
+    turn, errors = EngineLock(), []
+
+    def take():
+        try:
+            turn.take()
+        except RuntimeError as error:
+            errors.append(error)
+
+    brief = turn.take(is_brief=True)
+    thread = threading.Thread(target=take)
+    thread.start()
+    while not turn._waiting:
+        time.sleep(1e-4)
+    brief.is_brief = False  # as if a run had begun
+    thread.join(60)
+    assert len(errors) == 1 and not turn._waiting
+
+
 @pytest.mark.parametrize("is_brief", [False, True])
 def test_a_turn_that_only_its_own_garbage_refers_to_is_over(is_brief, monkeypatch):
     """What cut a call off and the call's frame refer to each other; Python finds that out when it looks."""

@@ -10,12 +10,12 @@ MUTANTS = {
     ),
     "a second thread is let in": (
         "test_one_thread_at_a_time",
-        Plant("EngineLock.take", "if has_looked: ...", "if has_looked:\n    return mine"),
+        Plant("EngineLock._take", "if has_looked: ...", "if has_looked:\n    return mine"),
     ),
     "whoever works is refused because of a cancel": (
         "test_whoever_works_waits_for_a_cancel_of_another_thread",
         Plant(
-            "EngineLock.take",
+            "EngineLock._take",
             "held is not None and held.is_brief and held.thread.is_alive()",
             "False and held.thread.is_alive()",
         ),

@@ -29,7 +29,7 @@ class EngineLock:
         self._holder: dict[str, weakref.ref[HeldLock]] = {}
         self._stale = threading.Lock()
         self.is_closed = False
-        self._waiting: weakref.WeakSet[HeldLock] = weakref.WeakSet()  # who waits; ends with the frame that does
+        self._waiting: weakref.WeakSet[HeldLock] = weakref.WeakSet()  # who waits
         self._computing: weakref.ref[HeldLock] | None = None  # within a hold, the call that uses the engine's memory
 
     def take(self, *, is_brief: bool = False) -> HeldLock:
@@ -42,16 +42,22 @@ class EngineLock:
         Raises:
           RuntimeError: another thread has the lock.
         """
-        waits, has_looked, wish = 0, False, HeldLock(threading.current_thread(), is_brief)
+        mine = HeldLock(threading.current_thread(), is_brief)
+        try:
+            return self._take(mine)
+        finally:  # not with its frame: whoever keeps the error that ended the wait would be waited for
+            self._waiting.discard(mine)
+
+    def _take(self, mine: HeldLock) -> HeldLock:
+        waits, has_looked = 0, False
         while True:
-            mine = HeldLock(threading.current_thread(), is_brief)
             holder = self._holder.setdefault("turn", weakref.ref(mine))  # atomic: only one thread succeeds
             held = holder()
             if held is not None and held.thread is mine.thread:
                 return held
             if held is not None and held.is_brief and held.thread.is_alive():
                 del held  # the hold ends when nothing refers to it
-                self._waiting.add(wish)
+                self._waiting.add(mine)
                 time.sleep(1e-4)
                 waits += 1
                 if waits % MANY_WAITS == 0:
