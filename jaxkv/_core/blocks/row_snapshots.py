@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.block_copy import pad_size
-from jaxkv._core.blocks.state_slots import held_snapshots
+from jaxkv._core.blocks.state_slots import grant_snapshots, held_snapshots
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.state_slots import NULL_SLOT
 from jaxkv._core.state.static_fields import register_export
@@ -68,15 +68,12 @@ def put_row_snapshots(cache: Cache, rows: Any, given: RowSnapshots | None) -> Ca
     table = jnp.where(held_tokens[:, None] >= lengths[None], jnp.asarray(given.table)[:, taken], 0)
     count, none = jax.tree.leaves(given.states)[0].shape[0], cache.config.num_state_slots + 1
     wanted = jnp.zeros(count + 1, bool).at[table].set(True)[1:]
-    used = jnp.zeros(none, bool).at[held].set(True).at[NULL_SLOT].set(False)
     assert cache.state_slots is not None
-    free = jnp.argsort(used.at[cache.state_slots.slots].set(True).at[NULL_SLOT].set(True), stable=True)
-    number = jnp.cumsum(wanted, dtype=jnp.int32) - 1
-    granted = wanted & (number < cache.config.num_snapshots - jnp.sum(used, dtype=jnp.int32))
-    slots = jnp.where(granted, free[jnp.clip(number, 0, none - 1)].astype(jnp.int32), NULL_SLOT)
+    used = jnp.zeros(none, bool).at[held].set(True).at[cache.state_slots.slots].set(True).at[NULL_SLOT].set(True)
+    slots = grant_snapshots(cache, held, wanted, jnp.argsort(used, stable=True))
     named = jnp.concatenate([jnp.full(1, NULL_SLOT, jnp.int32), slots])[table]
     snapshots = held.at[rows[:, None], (lengths // every - 1)[None]].set(named, mode="drop")
-    place = jnp.where(granted, slots, none)
+    place = jnp.where(slots != NULL_SLOT, slots, none)
 
     def put(x: jax.Array, states: Any) -> jax.Array:
         return x.at[place].set(jnp.asarray(states), mode="drop")

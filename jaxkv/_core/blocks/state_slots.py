@@ -65,12 +65,17 @@ def _assign_snapshots(
 ) -> jax.Array:  # fmt: skip
     """Returns the snapshots `held` i32[S, W] and those that a step reaches, in slots of `free`, while there are any."""
     column, (before, after) = _columns(cache), (_reached(cache, x) for x in (lengths, lengths + new))
-    wanted = ((column >= before) & (column < after)).reshape(-1)
+    granted = grant_snapshots(cache, held, ((column >= before) & (column < after)).reshape(-1), free)
+    return jnp.where(granted != NULL_SLOT, granted, held.reshape(-1)).reshape(held.shape)
+
+
+def grant_snapshots(cache: Cache, held: jax.Array, wanted: jax.Array, free: jax.Array) -> jax.Array:
+    """Returns slots of `free` i32[m] for the snapshots under a mask `wanted` bool[n], in order, while there are places
+    beside those that rows have `held` i32[S, W]; the null slot for the others."""
     used = jnp.zeros(cache.config.num_state_slots + 1, bool).at[held].set(True).at[NULL_SLOT].set(False)
     number = jnp.cumsum(wanted, dtype=jnp.int32) - 1
-    granted = wanted & (number < free.shape[0] - jnp.sum(used, dtype=jnp.int32))
-    taken = jnp.where(granted, free[jnp.clip(number, 0, free.shape[0] - 1)], held.reshape(-1))
-    return taken.reshape(held.shape)
+    granted = wanted & (number < cache.config.num_snapshots - jnp.sum(used, dtype=jnp.int32))
+    return jnp.where(granted, free[jnp.clip(number, 0, free.shape[0] - 1)], NULL_SLOT).astype(jnp.int32)
 
 
 def held_snapshots(cache: Cache, lengths: jax.Array | None = None) -> jax.Array | None:
