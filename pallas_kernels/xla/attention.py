@@ -169,7 +169,7 @@ def _attend_at_once(
     num_kv_heads = inputs.stored.kv.shape[2]
     if token_axes[1:] == (tiling.queries,):  # a tile's tokens lie together, and need no looking up
         row = place = None
-        queries = tile_reads.by_head(inputs.q.reshape(*token_axes, *inputs.q.shape[1:]), num_kv_heads)
+        queries = tile_reads.split_by_kv_head(inputs.q.reshape(*token_axes, *inputs.q.shape[1:]), num_kv_heads)
     else:
         row, place = token.row, None
         if tiling.queries > 1:

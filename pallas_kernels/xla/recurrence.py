@@ -140,13 +140,13 @@ def _decode(inputs: TokenInputs, states: jax.Array, batch: StateBatch, token: St
         targets.append(batch.snapshot_targets(jnp.zeros_like(batch.slots), taken, num_slots))
     inputs = _mask(inputs, valid)
 
-    def at_once(inputs: TokenInputs, states: jax.Array, batch: StateBatch, targets: list[jax.Array]) -> Any:
+    def update_all_heads(inputs: TokenInputs, states: jax.Array, batch: StateBatch, targets: list[jax.Array]) -> Any:
         y, state = token(inputs, read_slots(states, batch))
         for slots in targets:
             states = states.at[slots].set(state.astype(states.dtype), mode="drop")
         return y, states
 
-    def one_by_one(inputs: TokenInputs, states: jax.Array, batch: StateBatch, targets: list[jax.Array]) -> Any:
+    def update_some_heads(inputs: TokenInputs, states: jax.Array, batch: StateBatch, targets: list[jax.Array]) -> Any:
         rows, heads, count = batch.slots.shape[0], states.shape[1], _count_heads(states)
 
         def body(states: jax.Array, part: Any) -> tuple[jax.Array, jax.Array]:
@@ -167,7 +167,7 @@ def _decode(inputs: TokenInputs, states: jax.Array, batch: StateBatch, token: St
         return y.reshape(rows, heads, -1), states
 
     arrays = batch._replace(every=None)
-    y, states = jax.lax.platform_dependent(inputs, states, arrays, targets, cpu=one_by_one, default=at_once)
+    y, states = jax.lax.platform_dependent(inputs, states, arrays, targets, cpu=update_some_heads, default=update_all_heads)
     return jnp.where(expand(valid, y.ndim), y, 0.0), states
 
 

@@ -40,10 +40,10 @@ def zero_for(*trees: Any) -> jax.Array:
 
 def read_queries(x: jax.Array, items: Items, num_kv_heads: int) -> jax.Array:
     """What the items' queries have in `x [tokens, H, ...]`, as `[items, K, queries * G, ...]`."""
-    return by_head(x.at[items.token].get(mode="clip"), num_kv_heads)
+    return split_by_kv_head(x.at[items.token].get(mode="clip"), num_kv_heads)
 
 
-def by_head(x: jax.Array, num_kv_heads: int) -> jax.Array:
+def split_by_kv_head(x: jax.Array, num_kv_heads: int) -> jax.Array:
     """`[items, queries, H, ...]` as `[items, K, queries * G, ...]`."""
     num_items, queries, num_heads, *minor = x.shape
     x = jnp.moveaxis(x.reshape(num_items, queries, num_kv_heads, num_heads // num_kv_heads, *minor), 2, 1)

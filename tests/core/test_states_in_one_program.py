@@ -47,8 +47,8 @@ def mix(cache, tokens, is_packed):
         place = place + cache.tables[0].offsets[:, None] + jnp.arange(tokens.shape[1])[None]
         x = jnp.zeros((tokens.size, 1)).at[place].set(x, mode="drop")
     _, cache = jaxkv.causal_conv(x, jnp.ones((1, WIDTH)), cache, conv)
-    one = jnp.ones_like(x)[..., None]
-    return jaxkv.state_space(x[..., None], one[..., 0], jnp.zeros(1), one, one, cache, state)[1]
+    ones = jnp.ones_like(x)[..., None]
+    return jaxkv.state_space(x[..., None], ones[..., 0], jnp.zeros(1), ones, ones, cache, state)[1]
 
 
 @functools.partial(jax.jit, static_argnames="is_packed", donate_argnames="cache")

@@ -123,7 +123,7 @@ class Snapshots:
         assert self.disk is not None
         for snapshot in (*self.held.values(), *self.hosted.values()):
             if not self.disk.keep(self._file(snapshot.node)):
-                self.disk.write(self._file(snapshot.node), _on_host(snapshot.states))
+                self.disk.write(self._file(snapshot.node), jax.device_get(snapshot.states))
 
     def move_to_host(self, nodes: Mapping[int, Node]) -> None:
         """Moves the states of the device to host memory, of nodes that have blocks; drops the others."""
@@ -159,7 +159,7 @@ class Snapshots:
             found = {digest: x for digest, x in found.items() if _is_whole(x, nodes)}
         if not found or (self.disk is None and not self._count_hosted(room)):
             return
-        states = _on_host({digest: x.states for digest, x in found.items()})
+        states = jax.device_get({digest: x.states for digest, x in found.items()})
         hosted = self.hosted | {digest: dataclasses.replace(x, states=states[digest]) for digest, x in found.items()}
         _, victims = self._drop(hosted, nodes, set(stay), self._count_hosted(room))
         for snapshot in victims.values():
@@ -208,10 +208,6 @@ def _is_same(node: Node, other: Node) -> bool:
         return True
     pairs = zip(node.back(), other.back(), strict=False)
     return node.depth == other.depth and node.identity == other.identity and all(a.tokens == b.tokens for a, b in pairs)
-
-
-def _on_host(states: Any) -> Any:
-    return jax.tree.map(np.asarray, jax.device_get(states))
 
 
 def read_states(cache: Cache, row: int) -> Any:
