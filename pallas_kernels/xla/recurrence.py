@@ -167,7 +167,9 @@ def _decode(inputs: TokenInputs, states: jax.Array, batch: StateBatch, token: St
         return y.reshape(rows, heads, -1), states
 
     arrays = batch._replace(every=None)
-    y, states = jax.lax.platform_dependent(inputs, states, arrays, targets, cpu=update_some_heads, default=update_all_heads)
+    y, states = jax.lax.platform_dependent(
+        inputs, states, arrays, targets, cpu=update_some_heads, default=update_all_heads
+    )
     return jnp.where(expand(valid, y.ndim), y, 0.0), states
 
 
