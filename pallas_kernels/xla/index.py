@@ -17,6 +17,7 @@ from pallas_kernels.common.masks import Reach
 from pallas_kernels.common.quantization import StorageFormat
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.xla import tile_reads, work_list as tiles
+from pallas_kernels.xla.write import find_places
 
 QUERIES = 16  # of a tile, of rows with more than one token
 # Tokens of the context that are scored at a time. The fewer the pieces, the less it costs to merge the best of them;
@@ -186,12 +187,7 @@ def _score(inputs: _IndexInputs, lanes: _Lanes, place: jax.Array, reach: Reach) 
 def write_index(x: jax.Array, stored: StoredIndex, batch: PagedBatch) -> tuple[jax.Array, jax.Array | None]:
     """Returns index keys and scales with those of a step's tokens, `[S, T, E]` or `[N, E]`, by an in-place scatter."""
     keys, scale, format = stored
-    token = locate(x.shape[:-1], *batch[1:4])
-    column, offset = tiles.parts(token.position, keys.shape[3])
-    block = batch.block_tables[token.row, column].reshape(-1)
-    # Padding goes to places of its own past the end, where mode="drop" drops it. Not to -1, which would wrap.
-    dropped = keys.shape[0] + jnp.arange(block.shape[0], dtype=jnp.int32)
-    block, offset = jnp.where(token.valid.reshape(-1), block, dropped), offset.reshape(-1)
+    block, offset = find_places(x.shape[:-1], batch, keys)
     new = x.reshape(-1, x.shape[-1])
 
     def put(pool: jax.Array, values: jax.Array, *minor: slice) -> jax.Array:

@@ -12,21 +12,14 @@ from pallas_kernels.xla.attention import paged_attention
 
 def write_kv(k, v, stored: StoredKV, batch: PagedBatch) -> StoredKV:
     """Stores what [`pallas_kernels.write_kv`][] does, by one in-place scatter, and one more of scales."""
-    kv, format, token_axes = stored.kv, stored.format, k.shape[:-2]
-    token = locate(token_axes, *batch[1:4])
-    block_size = kv.shape[3]
-    column, offset = tiles.parts(token.position, block_size)
-    block = batch.block_tables[token.row, column].reshape(-1)
-    count = block.shape[0]
-    # Padding goes to places of its own past the pool's end, where mode="drop" drops it. Not to -1, which would wrap.
-    dropped = kv.shape[0] + jnp.arange(count, dtype=jnp.int32)
-    block = jnp.where(token.valid.reshape(-1), block, dropped)
+    kv, format = stored.kv, stored.format
+    block, offset = find_places(k.shape[:-2], batch, kv)
     tokens = k[..., None, :, :] if v is None else paired(k, v, -3)
-    tokens = tokens.reshape(count, kv.shape[1], *k.shape[-2:])
+    tokens = tokens.reshape(block.shape[0], kv.shape[1], *k.shape[-2:])
 
     def put(pool: jax.Array, values: jax.Array, *minor: slice) -> jax.Array:
         # unique_indices: no two tokens share a place, and without the promise GPUs would write with atomics.
-        place = pool.at[block, :, :, offset.reshape(-1), *minor]
+        place = pool.at[block, :, :, offset, *minor]
         return place.set(values.astype(pool.dtype), mode="drop", unique_indices=True)
 
     if not format.is_quantized:
@@ -38,6 +31,16 @@ def write_kv(k, v, stored: StoredKV, batch: PagedBatch) -> StoredKV:
     else:
         numbers, scales = format.encode(tokens, stored.scale.dtype, stored.latent_rank)
     return stored.replace(put(kv, numbers, slice(0, numbers.shape[-1])), put(stored.scale, scales))
+
+
+def find_places(token_axes: tuple[int, ...], batch: PagedBatch, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the blocks and offsets, `i32[tokens]`, to which a step's tokens are written in a pool."""
+    token = locate(token_axes, *batch[1:4])
+    column, offset = tiles.parts(token.position, pool.shape[3])
+    block = batch.block_tables[token.row, column].reshape(-1)
+    # Padding goes to places of its own past the pool's end, where mode="drop" drops it. Not to -1, which would wrap.
+    dropped = pool.shape[0] + jnp.arange(block.shape[0], dtype=jnp.int32)
+    return jnp.where(token.valid.reshape(-1), block, dropped), offset.reshape(-1)
 
 
 def write_and_attend(q, k, v, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions):
