@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from nightly import NIGHTLY, by_night
+from nightly import NIGHTLY, skip_by_day
 
 import pallas_kernels
 
@@ -236,7 +236,7 @@ def registers_after_trade(kernel):
     return 2 * 128 * kernel["traded"]["inc"] + 128 * kernel["traded"]["dec"]
 
 
-@by_night("a negative control of what is counted, whose kernel takes long to compile")
+@skip_by_day("a negative control of what is counted, whose kernel takes long to compile")
 def test_too_many_registers_show(report):
     """Negative control: nothing spills, and the chip would hang."""
     kernel = report["control-too-many-registers"]["paged_prefill"]
@@ -258,7 +258,7 @@ def test_launches_of_other_steps(report):
     assert prefill["layer"] == 2 and prefill["step"] <= 8
 
 
-@by_night("a negative control of what is counted, whose kernel takes long to compile")
+@skip_by_day("a negative control of what is counted, whose kernel takes long to compile")
 def test_missing_fence_shows(report):
     """Negative control: the interpreter cannot see it, the count of fences does."""
     assert report["control-no-fence"]["paged_decode_split"]["proxy_fences"] == 2

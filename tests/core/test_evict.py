@@ -13,7 +13,7 @@ from jaxkv import LayerConfig
 from jaxkv.testing import assert_no_copy, poison
 
 ROWS, HEADS, SIZE = 3, 2, 4
-by_night = pytest.mark.skipif(not NIGHTLY, reason="many small programs")
+skip_by_day = pytest.mark.skipif(not NIGHTLY, reason="many small programs")
 LAYER = LayerConfig(num_kv_heads=HEADS, head_dim=6, evict="layer")
 HEAD = LayerConfig(num_kv_heads=HEADS, head_dim=6, evict="head")
 SHARING = LayerConfig(num_kv_heads=HEADS, head_dim=6, shares_with=1)
@@ -94,7 +94,7 @@ def dense_attention(q, k, v, seen):
     return np.einsum("thc,chd->thd", weights / weights.sum(axis=-1, keepdims=True), v)
 
 
-@pytest.mark.parametrize("layer", [pytest.param(0, marks=by_night), 1])
+@pytest.mark.parametrize("layer", [pytest.param(0, marks=skip_by_day), 1])
 def test_everything_kept_changes_nothing(layer):
     cache, _ = grown()
     kept = evict(cache, np.ones((ROWS, HEADS, 30) if layer else (ROWS, 30), bool), layer)
@@ -118,7 +118,7 @@ STEP = (4, 3, 6)
 
 @pytest.mark.parametrize(
     ("layer", "group", "packed"),
-    [(0, 5, False), (1, 3, True), pytest.param(1, 1, False, marks=by_night)],
+    [(0, 5, False), (1, 3, True), pytest.param(1, 1, False, marks=skip_by_day)],
     ids=["layer", "packed heads", "heads"],
 )
 def test_what_follows_is_dense_attention_under_a_mask(layer, group, packed):
@@ -159,7 +159,7 @@ def test_what_follows_is_dense_attention_under_a_mask(layer, group, packed):
     check_all(after)
 
 
-@by_night
+@skip_by_day
 def test_packed_heads_behind_rows_that_do_not_fit():
     """Their offsets are past the array's end, where the next head's tokens begin."""
     outs = []
@@ -209,7 +209,7 @@ def test_scores_that_are_no_numbers_mark_the_row_alone():
     check_all(after)
 
 
-@by_night
+@skip_by_day
 def test_of_a_layer_the_mean_of_the_heads_counts():
     cache, (keys, _) = grown()
     scores = np.zeros((ROWS, HEADS, 30), np.float32)
@@ -260,7 +260,7 @@ def test_a_thinned_row_is_no_prefix():
     assert adopted.layers[0].held.tolist() == [7, 3, 12] and adopted.lengths.tolist() == [13, 5, 12]
 
 
-@by_night
+@skip_by_day
 def test_of_a_tree_behind_thinned_tokens_the_accepted_path_is_kept():
     cache, _ = grown()
     cache = evict(cache, half(), 1)
@@ -281,7 +281,7 @@ def test_of_a_tree_behind_thinned_tokens_the_accepted_path_is_kept():
     assert over.new.tolist() == [0, 4, 0]  # an eviction ends the step of the rows that it changes
 
 
-@by_night  # but for the sentence, by random operations too
+@skip_by_day  # but for the sentence, by random operations too
 def test_truncate_speaks_of_what_was_seen():
     cache, _ = grown()
     cache = evict(cache, half(), 1)
@@ -306,7 +306,7 @@ def test_nothing_of_a_pool_is_copied():
         assert_no_copy(in_place, cache, keep)
 
 
-@by_night
+@skip_by_day
 @pytest.mark.parametrize("layer", [
     LayerConfig(num_kv_heads=HEADS, head_dim=6, evict="head", dtype="int8"),
     LayerConfig.latent(4, 2, evict="layer"),

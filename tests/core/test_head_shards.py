@@ -13,7 +13,7 @@ import jaxkv
 from jaxkv.testing import permute_blocks, poison
 
 ROWS, SIZE, HEADS = 3, 4, 4
-by_night = pytest.mark.skipif(not NIGHTLY, reason="many small programs")
+skip_by_day = pytest.mark.skipif(not NIGHTLY, reason="many small programs")
 LAYER = jaxkv.LayerConfig(num_kv_heads=HEADS, head_dim=8, evict="head")
 CONFIG = jaxkv.CacheConfig(
     layers=(LAYER,), max_seqs=ROWS, max_seq_len=32, num_blocks=20, block_size=SIZE, dtype="float32"
@@ -98,9 +98,9 @@ def everything(cache):
     ("config", "count", "kind"),
     [
         (CONFIG, 2, "Explicit"),
-        pytest.param(CONFIG, 4, "Auto", marks=by_night),
-        pytest.param(MIXED, 4, "Auto", marks=by_night),
-        pytest.param(MIXED, 2, "Explicit", marks=by_night),
+        pytest.param(CONFIG, 4, "Auto", marks=skip_by_day),
+        pytest.param(MIXED, 4, "Auto", marks=skip_by_day),
+        pytest.param(MIXED, 2, "Explicit", marks=skip_by_day),
     ],
     ids=["two", "four", "mixed over four", "mixed over two"],
 )
@@ -163,7 +163,7 @@ def test_a_row_takes_blocks_of_its_heads_devices_alone():
         jaxkv.partition_specs(CONFIG.replace(max_seqs=2), jax.make_mesh((2, 2), ("rows", "model")), rows="rows")
 
 
-@by_night
+@skip_by_day
 def test_rows_that_go_elsewhere_and_come_back(tmp_path):
     """To the host, to files, to a cache on one device; and in other blocks."""
     mesh = make_mesh()
@@ -204,7 +204,7 @@ def test_rows_that_go_elsewhere_and_come_back(tmp_path):
     assert "row 0: 13 tokens" in many._repr_html_() and jaxkv.stats(many)["blocks_peak"] >= many.blocks_in_use
 
 
-@by_night
+@skip_by_day
 def test_of_a_tree_the_accepted_path_is_kept():
     def grow(cache):
         k = keys(CONFIG, (ROWS, 5), 60)
@@ -216,7 +216,7 @@ def test_of_a_tree_the_accepted_path_is_kept():
     np.testing.assert_array_equal(one.separate(0), many.separate(0))
 
 
-@by_night
+@skip_by_day
 @pytest.mark.parametrize("count", [2, 4])
 def test_inside_a_shard_map(count):
     """With `check_vma`: k and v come divided as the heads are."""

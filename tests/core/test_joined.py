@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nightly import NIGHTLY, by_night
+from nightly import NIGHTLY, skip_by_day
 
 import jaxkv
 from jaxkv._core.config.kv_packing import Apart, OneRow, Pairs
@@ -198,7 +198,7 @@ def test_which_kernels_read_it(platform):
     assert "stored as" not in exact.reason and "row" not in exact.reason
 
 
-@by_night("by day scales go where numbers go in test_quantised")
+@skip_by_day("by day scales go where numbers go in test_quantised")
 @pytest.mark.parametrize("join_kv", [False, True])
 def test_quantised_rows_go_to_either_form(join_kv, tmp_path):
     """By a file, to another cache and back from the host: the same numbers, under the same scales."""

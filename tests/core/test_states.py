@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nightly import NIGHTLY, by_night
+from nightly import NIGHTLY, skip_by_day
 
 import jaxkv
 from jaxkv._files.format import SavedCache, described
@@ -330,7 +330,7 @@ def test_states_of_other_rows_stay_as_they_are():
     assert not jaxkv.read_states(again, layer=2)["state"][0].any()
 
 
-@by_night("by day the same functions take rows over devices in test_by_rows")
+@skip_by_day("by day the same functions take rows over devices in test_by_rows")
 def test_rows_over_devices_have_states_of_their_own():
     mesh = jax.make_mesh((2,), ("data",))
     cache = jaxkv.init(make_config(), mesh=mesh, rows="data")

@@ -12,7 +12,7 @@ from checksum_model import Checksum
 from compiled import compiled
 from cutting import Cut, CutAt
 from flax import nnx
-from nightly import NIGHTLY, by_night
+from nightly import NIGHTLY, skip_by_day
 
 import jaxkv
 
@@ -311,7 +311,7 @@ def test_weights_that_change_in_place_are_seen():
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="by day on one device")
-@by_night("by day other weights come to one device, and rows lie over devices in test_row_shards")
+@skip_by_day("by day other weights come to one device, and rows lie over devices in test_row_shards")
 def test_updates_over_rows_of_devices(wanted):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
 

@@ -29,7 +29,7 @@ if NIGHTLY:
     }
 
 
-by_night = pytest.mark.skipif(not NIGHTLY, reason="a minute of compiling")
+skip_by_day = pytest.mark.skipif(not NIGHTLY, reason="a minute of compiling")
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def place(*devices, axis):
     return Placed(jax.device_put(jnp.zeros(()), NamedSharding(mesh, PartitionSpec())), Hybrid())
 
 
-@by_night
+@skip_by_day
 def test_rows_lie_on_several_devices():
     engine = jaxkv.Engine(place(0, 1, axis="data"), **TIGHT | {"max_seqs": 4, "num_blocks": 34})
     requests = list(submit_some(engine, random.Random(0), 6))
@@ -83,7 +83,7 @@ def test_rows_lie_on_several_devices():
         jaxkv.check_invariants(shard)
 
 
-@by_night
+@skip_by_day
 def test_prompts_are_computed_on_other_devices():
     engine = jaxkv.Engine(place(0, axis="model"), prefill=place(1, axis="model"), **TIGHT | {"swap": "always"})
     drain(engine, list(submit_some(engine, random.Random(1), 6)))
@@ -141,7 +141,7 @@ def test_what_states_cannot_do_is_refused(message):
         jaxkv.Engine(model, **TIGHT | fields)
 
 
-@by_night
+@skip_by_day
 def test_prompts_are_scored_beside_guesses():
     """The second run of a step that guessed has other tokens than those that are scored."""
     engine = jaxkv.Engine(Hybrid(), **TIGHT, draft=Hybrid(wrong=3), draft_tokens=3)
@@ -158,7 +158,7 @@ def test_prompts_are_scored_beside_guesses():
     assert request.tokens == continuation(SEEN, prompt, 3, None)
 
 
-@by_night
+@skip_by_day
 @pytest.mark.parametrize("keep", [False, True])
 def test_memory_is_given_back_and_taken_again(keep):
     engine = jaxkv.Engine(Hybrid(), **TIGHT, prefix_cache=True, spill_bytes=10**6)

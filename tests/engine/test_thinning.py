@@ -20,7 +20,7 @@ from jaxkv._engine.requests.block_accounting import Holdings, ThinnedHoldings
 from jaxkv._engine.requests.eviction_policy import ALIKE
 from jaxkv._engine.requests.scheduler import Scheduler, Sequence
 
-by_night = pytest.mark.skipif(not NIGHTLY, reason="a program of its own")
+skip_by_day = pytest.mark.skipif(not NIGHTLY, reason="a program of its own")
 snapkv = functools.partial(scores.snapkv, window_size=4, kernel_size=3)
 CASES = {"heads compete": Eviction(snapkv, 0.4, "ada", every=6)}  # its rows are computed again when they are set back
 if NIGHTLY:
@@ -70,7 +70,7 @@ def test_every_row_gets_what_it_would_alone(name):
     assert (stats["swapped_out"] > 0) == name.startswith("swapped") or NIGHTLY
 
 
-@by_night
+@skip_by_day
 @pytest.mark.parametrize(("name", "event"), [("heads compete", "line"), ("swapped", "line"), ("swapped", "opcode")])
 def test_an_exception_anywhere_loses_nothing(name, event):
     eviction = CASES[name]
@@ -197,7 +197,7 @@ def test_more_rows_in_the_same_bytes():
     assert most[0.25] >= 2.5 * most[1.0] > 0, most
 
 
-@by_night
+@skip_by_day
 def test_thinning_copies_no_pool_and_reads_keys_of_one_row_at_a_time():
     eviction = CASES["heads compete"]
     layers = eviction.layer_configs(Tiny((None,)).layer_configs)
@@ -271,7 +271,7 @@ def test_defaults_follow_the_score():
     assert Eviction(snapkv).num_queries(100) == 4 and Eviction(snapkv, queries=9).num_queries(100) == 9
 
 
-@by_night
+@skip_by_day
 def test_queries_are_turned_back_for_scores_that_rotate_them_ahead():
     """A ring of rotated queries, YaRN's factor in them, gives those of the last tokens as they were, in their order."""
     rope, size, length = jaxkv.models.Rope(scaling="yarn", factor=4.0), 4, 6
@@ -298,7 +298,7 @@ def test_queries_are_turned_back_for_scores_that_rotate_them_ahead():
     assert count.tolist() == [size] and noted[0].rotate.both == rope
 
 
-@by_night
+@skip_by_day
 def test_a_model_of_flax_says_how_its_queries_are_rotated():
     model = jaxkv.models.small()
     engine = jaxkv.Engine(model, max_seqs=1, max_seq_len=64, evict=Eviction("expected_attention", 0.5, queries=8))

@@ -7,6 +7,6 @@ import pytest
 NIGHTLY = os.environ.get("JAXKV_NIGHTLY") == "1"
 
 
-def by_night(reason):
+def skip_by_day(reason):
     """Marks a test, or a case of one, that is left out by day: `reason` says what is tried by day instead."""
     return pytest.mark.skipif(not NIGHTLY, reason=reason)

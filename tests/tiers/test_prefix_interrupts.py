@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nightly import NIGHTLY, by_night
+from nightly import NIGHTLY, skip_by_day
 from steps import on_device
 from test_prefix import BLOCK, compute, contents, make_config
 
@@ -207,7 +207,7 @@ def test_a_call_is_cut_off_at_every_line(name, window, spill):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@by_night(
+@skip_by_day(
     "by day interrupts come at chosen points: a real signal within JAX can leave its tracing broken for the process"
 )
 @pytest.mark.parametrize("window", [None, 6])

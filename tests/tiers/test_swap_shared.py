@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nightly import NIGHTLY, by_night
+from nightly import NIGHTLY, skip_by_day
 from steps import on_device
 
 import jaxkv
@@ -98,7 +98,7 @@ def test_siblings_travel_together(name):
     jaxkv.check_invariants(more)
 
 
-@by_night("by day they travel together, and rows thinned by heads in test_thinned_rows")
+@skip_by_day("by day they travel together, and rows thinned by heads in test_thinned_rows")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_one_by_one(name):
     """Each moved by a call of its own, to where others hold the same: no block more is taken than there were."""
@@ -234,7 +234,7 @@ def test_pickled_and_sliced():
     assert_same([contents(cache, r) for r in range(3)], [contents(together, r) for r in range(3)])
 
 
-@by_night("by day rows travel over devices in test_send")
+@skip_by_day("by day rows travel over devices in test_send")
 @pytest.mark.parametrize("by_heads", [False, True])
 def test_over_devices(by_heads):
     mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2])

@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv import LayerConfig
 from jaxkv.testing import poison
 
-by_night = pytest.mark.skipif(not NIGHTLY, reason="many small programs")
+skip_by_day = pytest.mark.skipif(not NIGHTLY, reason="many small programs")
 ROWS, LENGTHS = 3, (13, 5, 9)
 LAYERS = (
     LayerConfig(num_kv_heads=2, head_dim=4, evict="head"),
@@ -72,7 +72,7 @@ def test_to_host_memory_and_back():
     assert one.blocks_in_use == jaxkv.free(cache, 2).blocks_in_use
 
 
-@by_night
+@skip_by_day
 def test_no_room_for_a_heads_blocks_leaves_the_row_empty():
     _, host = jaxkv.swap_out(thinned(), 0)
     needed = [int(count.sum()) for count in host.count]
@@ -86,7 +86,7 @@ def test_no_room_for_a_heads_blocks_leaves_the_row_empty():
     assert_moved(thinned(), cache, [(0, 1)])
 
 
-@by_night
+@skip_by_day
 @pytest.mark.parametrize("block_size", [4, 3])
 def test_to_a_file_and_back(block_size, tmp_path):
     cache = thinned()
@@ -100,7 +100,7 @@ def test_to_a_file_and_back(block_size, tmp_path):
         assert_moved(cache, jaxkv.load(tmp_path / "rows"), [(0, 0), (1, 1), (2, 2)])
 
 
-@by_night
+@skip_by_day
 @pytest.mark.parametrize("block_size", [4, 2])
 def test_to_another_cache(block_size):
     cache = thinned()
@@ -108,7 +108,7 @@ def test_to_another_cache(block_size):
     assert_moved(cache, jaxkv.send(cache, [0, 2], to=to, at=[3, 1]), [(0, 3), (2, 1)])
 
 
-@by_night
+@skip_by_day
 def test_a_row_that_came_back_goes_on():
     """The next token's position follows what was seen, and truncate still knows what is gone."""
     cache, host = jaxkv.swap_out(thinned(), 0)
@@ -118,7 +118,7 @@ def test_a_row_that_came_back_goes_on():
     assert jaxkv.truncate(back, [12, 30, 30]).failed.tolist() == [True, False, False]
 
 
-@by_night
+@skip_by_day
 def test_rows_of_another_kind_are_refused(tmp_path):
     cache, host = jaxkv.swap_out(thinned(), 0)
     plain = jaxkv.init(make_config().replace(layers=[LayerConfig(num_kv_heads=2, head_dim=4)] * 2))
