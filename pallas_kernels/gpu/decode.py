@@ -28,6 +28,7 @@ from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
+    SINGLE_ROWS,
     InterpretParams,
     Operands,
     Tile,
@@ -47,7 +48,6 @@ from pallas_kernels.gpu.tiles import (
 )
 from pallas_kernels.gpu.work_items import UNUSED, WHOLE
 
-LINES = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 VECTOR = LAYOUT.reduce(0)  # how one value for each column lies in registers
 
 
@@ -210,7 +210,7 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
             plgpu.SMEM((columns, head_dim), q.dtype, transforms=OPERAND), slots, slots,
             plgpu.SMEM((columns, tokens), q.dtype, transforms=OPERAND),
             # The queries as they come, and in the end the output. A copy takes no more than 256 numbers of one line.
-            plgpu.SMEM((columns, head_dim), q.dtype, transforms=LINES if head_dim > 256 else ()),
+            plgpu.SMEM((columns, head_dim), q.dtype, transforms=SINGLE_ROWS if head_dim > 256 else ()),
             *wide,
         )  # fmt: skip
         k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(format, pieces))

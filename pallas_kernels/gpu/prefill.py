@@ -28,6 +28,7 @@ from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
+    SINGLE_ROWS,
     Operands,
     Walk,
     accumulate,
@@ -49,8 +50,6 @@ from pallas_kernels.gpu.tuning import PrefillPlan
 CONSUMERS = 2
 HALF = 64  # query rows of one consumer: the matrix unit's width
 QUERY_ROWS = CONSUMERS * HALF
-# Any rows, and no two threads of a warp at one bank; where D fills whole tiles, which this has to be told.
-ROWS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
 class Part(NamedTuple):
@@ -426,7 +425,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
 
     def paged_prefill(*refs):  # the name that profiles and dumps show
         slots, wide = slots_and_wide(kv.dtype, q.dtype, format, tile, head_dim)
-        rows = ROWS if stored_dim == head_dim else ()
+        rows = SINGLE_ROWS if stored_dim == head_dim else ()
         queries = [plgpu.SMEM((CONSUMERS, HALF, head_dim), q.dtype, transforms=x) for x in (rows, OPERAND)]
         buffers = (
             # In one place; which the interpreter takes for one buffer of both consumers, that race.

@@ -49,12 +49,11 @@ def attend(
     num_rows, width = batch.query_lens.shape[0], token_axes[-1]
     shared = num_heads // kv.shape[2]
     if rank is None:
-        parts, group, most_columns = tuning.split_heads(shared, kernel_head_dim(head_dim), kv.dtype.itemsize)
-        padded, prefill_rows = parts * group, _prefill_rows
+        split = tuning.split_heads(shared, kernel_head_dim(head_dim), kv.dtype.itemsize)
+        padded, prefill_rows = split.parts * split.group, _prefill_rows
     else:
-        parts, padded = 1, -(-num_heads // 8) * 8  # so that bulk copies of any token's are of whole tiles
-        group, most_columns = latent.heads_at_once(padded), latent.QUERY_ROWS
-        prefill_rows = _prefill_latent
+        padded, prefill_rows = -(-num_heads // 8) * 8, _prefill_latent  # bulk copies of a token's are of whole tiles
+        split = tuning.Split(1, latent.heads_at_once(padded), latent.QUERY_ROWS)
     sinks = None if sinks is None else _pad_heads(sinks, 0, kv.shape[2], padded)
     capacity, held = batch.block_tables.shape[1] * kv.shape[3], batch.kv_lens
     batch = batch._replace(kv_lens=jnp.clip(held, 0, capacity))  # so that no length reads past its row's table
@@ -71,7 +70,7 @@ def attend(
         start = default_offsets(query_lens) if query_starts is None else query_starts
     operands = Operands(
         q, stored, tables, logit_scalars(options.logit_scale(head_dim), options.soft_cap),
-        Reach.of_mask(mask, capacity), options.soft_cap is not None, interpret, sinks, parts,
+        Reach.of_mask(mask, capacity), options.soft_cap is not None, interpret, sinks, split.parts,
     )  # fmt: skip
     sight = None
     if width > 1 and mask.by_token:
@@ -82,9 +81,9 @@ def attend(
         sight = Sight(last, jnp.zeros_like(last), last, jnp.zeros_like(last), None)
     rows = DecodeRows(kv_lens, query_lens, start, token, sight, deterministic)
 
-    if len(token_axes) == 2 and width * group <= most_columns and (width == 1 or not deterministic):
+    if len(token_axes) == 2 and split.can_decode(width, deterministic=deterministic):
         out, lse = _decode_rows(operands, rows._replace(kv_lens=held), width, None, width, None)
-        lse = lse.reshape(num_rows, -1, width, group)
+        lse = lse.reshape(num_rows, -1, width, split.group)
         lse = jnp.swapaxes(lse, 1, 2)
     else:
         seen = token.valid & (token.position >= 0) if causal else token.valid

@@ -72,7 +72,7 @@ def _can_decode(call: Call) -> bool:
         return False
     (_, width, num_heads, head_dim), kv = call.q.shape, call.stored.kv
     split = tuning.split_heads(num_heads // kv.shape[2], kernel_head_dim(head_dim), kv.dtype.itemsize)
-    return width * split.group <= split.columns and (width == 1 or not call.options.deterministic)
+    return split.can_decode(width, deterministic=call.options.deterministic)
 
 
 def _latent_refusal(q, num_kv_heads: int, kind: str | None, rank: int) -> str | None:

@@ -53,6 +53,8 @@ class Operands(NamedTuple):
 LAYOUT = plgpu.Layout.WGMMA  # how a product's result lies in registers
 # How a 16-bit operand lies in shared memory. (The stubs take the classes for abstract ones.)
 OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+# Any rows, and no two threads of a warp at one bank; where D fills whole tiles, which this has to be told.
+SINGLE_ROWS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,6 +71,10 @@ class Split(NamedTuple):
     group: int  # heads of a part; the last part may have fewer, and is padded
     columns: int  # queries of one part that decode takes at most, of one token or of several
 
+    def can_decode(self, width: int, *, deterministic: bool) -> bool:
+        """Tells whether the decode kernels take all rows of a padded step of `width` tokens."""
+        return width * self.group <= self.columns and (width == 1 or not deterministic)
+
 
 def split_heads(group: int, head_dim: int, itemsize: int) -> Split:
     """Returns the parts of a KV head's query heads: none has more than the registers and shared memory of decode have
