@@ -14,6 +14,7 @@ import jaxkv
 import pallas_kernels
 from pallas_kernels import reference, testing
 from pallas_kernels.api import backends
+from pallas_kernels.api.dispatch import forget_choices
 from pallas_kernels.gpu import interpreter
 
 
@@ -30,13 +31,15 @@ def make_backend(calls, **changes):
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch):
-    """What a test registers is forgotten after it."""
-    monkeypatch.setattr(backends, "IMPLEMENTATIONS", backends.IMPLEMENTATIONS)
-    before = dict(backends.IMPLEMENTATIONS)
+def as_before():
+    """What a test registers is forgotten after it, also a name that was registered before."""
+    registries = backends.IMPLEMENTATIONS, backends.REGISTERED
+    before = [dict(registry) for registry in registries]
     yield
-    for name in set(backends.IMPLEMENTATIONS) - set(before):
-        del backends.IMPLEMENTATIONS[name], backends.REGISTERED[name]
+    for registry, found in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(found)
+    forget_choices()
 
 
 CASE = testing.Case(lengths=(5, 17), new=(1, 1), block_size=8, head_dim=16)
