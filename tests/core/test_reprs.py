@@ -96,3 +96,11 @@ def test_what_was_donated_says_so(config):
     for x in (cache, layer, tables, pool, step):
         assert repr(x) == f"{type(x).__name__}(donated: go on with the one that the step returned)"
     assert cache._repr_html_() == repr(cache) and "donated" not in repr(after)
+    for function in (
+        jaxkv.stats,
+        jaxkv.check,
+        lambda cache: jaxkv.extend(cache, [1, 1]),
+        lambda cache: jaxkv.fork(cache, 0, 1),
+    ):
+        with pytest.raises(ValueError, match="This cache was donated: go on with the one that the step returned"):
+            function(cache)

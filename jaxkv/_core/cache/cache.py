@@ -21,12 +21,12 @@ from jaxkv._core.state.state_slots import NULL_SLOT, StateLayer, StateSlots
 from jaxkv._core.state.static_fields import register_export
 
 
-def check_cache(cache: Any) -> None:
-    """Raises ValueError unless `cache` is a whole cache."""
+def check_cache(cache: Any, *, may_be_donated: bool = False) -> None:
+    """Raises ValueError unless `cache` is a whole cache, one from which something can be read."""
     if not isinstance(cache, Cache):
         part = getattr(type(cache), "NO_CACHE", None)  # the message of a class easily taken for one
         raise ValueError(part or f"cache must be a Cache, as jaxkv.init makes one, not {show(cache)}.")
-    if is_donated(cache.tables[0].lengths):
+    if not may_be_donated and is_donated(cache.tables[0].lengths):
         raise ValueError(f"This cache was {DONATED}.")
 
 

@@ -443,7 +443,7 @@ class PrefixCache:
         )
 
     def _whole(self, cache: Cache) -> Cache:
-        check_cache(cache)
+        check_cache(cache, may_be_donated=True)  # to this: then the successor is here
         if cache.config != self.config:
             raise ValueError("This PrefixCache was made for caches of another config: make one from cache.config.")
         if isinstance(cache.lengths, jax.core.Tracer):
