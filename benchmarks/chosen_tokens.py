@@ -134,14 +134,12 @@ def mass() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "parts", nargs="*", choices=("decode", "prefill", "mass"), default=("decode", "prefill", "mass")
-    )
+    parser.add_argument("parts", nargs="*", choices=("decode", "prefill", "mass"), help="all, if none is named")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     made = {"decode": lambda: decode(args.repeats), "prefill": prefill, "mass": mass}
     rows = {}
-    for part in args.parts:
+    for part in args.parts or made:
         rows[part] = made[part]()
         print(f"\n{part}")
         table(rows[part])

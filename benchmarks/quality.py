@@ -216,12 +216,12 @@ PARTS = {"kinds": kinds, "windows": windows, "evict": evictions, "quest": quest,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("parts", nargs="*", choices=list(PARTS), help="all, if none is named")
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a document that are read")
     arguments = parser.parse_args()
     model, text = load_smollm2()
     documents = read_documents(text)[:, : arguments.length]
-    for name in arguments.parts:
+    for name in arguments.parts or PARTS:
         keep = functools.partial(save_part, name, documents, time.process_time())
         compare(name, PARTS[name](model, documents), keep)
 
