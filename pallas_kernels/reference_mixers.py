@@ -77,7 +77,8 @@ def gated_delta_rule(q, k, v, g, beta, scale, states, batch):
         return (q[:, :, None] * state).sum(axis=1) * scale, state
 
     tokens = tuple(x.reshape(-1, *x.shape[len(axes) :]).astype(jnp.float32) for x in (q, k, v, g, beta))
-    return run_tokens(update, tokens, states, batch, axes)
+    y, states = run_tokens(update, tokens, states, batch, axes)
+    return y.astype(v.dtype), states
 
 
 def state_space(x, dt, A, B, C, D, states, batch):
@@ -92,4 +93,5 @@ def state_space(x, dt, A, B, C, D, states, batch):
         return (state * C[:, None]).sum(axis=2) + D * x, state
 
     tokens = tuple(x.reshape(-1, *x.shape[len(axes) :]).astype(jnp.float32) for x in (x, dt, B, C))
-    return run_tokens(update, tokens, states, batch, axes)
+    y, states = run_tokens(update, tokens, states, batch, axes)
+    return y.astype(x.dtype), states

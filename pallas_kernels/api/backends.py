@@ -1,6 +1,7 @@
 """Which backend runs an op, and why nothing faster does: see `backend` for what one provides."""
 
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -31,14 +32,21 @@ class Choice(NamedTuple):
 
 def choose(op: str, implementation: str | None, platform: str | None, call: Call) -> Choice:
     """Returns what `explain` says of a call of an op."""
+    return choose_among(lambda name: unsupported(name, op, call), implementation, platform)
+
+
+def choose_among(
+    find_refusal: Callable[[str], str | None], implementation: str | None, platform: str | None
+) -> Choice:  # fmt: skip
+    """Returns the choice where `find_refusal` says why a backend cannot run what is asked for; None: it can."""
     if implementation is not None:
-        if why_not := unsupported(implementation, op, call):
+        if why_not := find_refusal(implementation):
             raise NotImplementedError(why_not)
         return Choice(implementation, "It was asked for by name.")
     platform = platform or current_platform()
     reasons = []
     for name in list_kernels(platform):
-        if not (why_not := unsupported(name, op, call)):
+        if not (why_not := find_refusal(name)):
             return Choice(name, f"The {name} kernel supports these shapes and options.")
         reasons.append(why_not)
     no_kernels = f"There are no kernels for the platform {platform!r}; XLA runs on all of them."

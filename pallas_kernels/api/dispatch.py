@@ -32,6 +32,7 @@ from pallas_kernels.api.backends import (
     read_platform,
     unsupported,
 )
+from pallas_kernels.api.mixer_dispatch import forget_mixers
 from pallas_kernels.api.mixers import OPS as MIXERS, explain_mixer
 from pallas_kernels.api.sizes import warn_of_sizes
 from pallas_kernels.common import context_parallel
@@ -352,6 +353,7 @@ _once = jax.jit(_with_gradient, static_argnums=(0, 1, 2))
 def forget_choices() -> None:
     """Lets calls outside of compiled programs choose their backend anew."""
     _once.clear_cache()  # type: ignore[attr-defined]
+    forget_mixers()
 
 
 def _run(op: str, implementation: str | None, static: _Static, arrays: list) -> Any:

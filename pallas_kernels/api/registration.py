@@ -19,7 +19,8 @@ def register_backend(name: str, module: Backend | ModuleType, platform: str | No
       name: its name. A name that was registered before is replaced.
       module: a module, or any object, with the names of `pallas_kernels.Backend`: `FORMATS`, `OPTIONS`,
         `READS_LATENT_ROWS`, `READS_SHARED_ONCE`, `unsupported`, `paged_attention`, `write_kv` and `write_and_attend`,
-        the last two None if it has none.
+        the last two None if it has none. Its attribute `mixers`, if there is one, computes what layers with states do:
+        `pallas_kernels/api/mixer_dispatch.py` says how.
       platform: "cpu", "cuda" or "tpu": what is not told otherwise tries this backend first there, then the package's
         kernels, then XLA. None: it runs only where it is named.
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.ragged_layout import default_offsets
+from pallas_kernels.common.ragged_layout import default_offsets, locate
 
 
 class StateBatch(NamedTuple):
@@ -49,6 +49,28 @@ class StateBatch(NamedTuple):
         if len(token_axes) == 2:
             return self._replace(query_starts=jnp.arange(rows, dtype=jnp.int32) * token_axes[1])
         return self if self.query_starts is not None else self._replace(query_starts=default_offsets(self.query_lens))
+
+
+class MixerCall(NamedTuple):
+    """A call of a mixer, as the doors take it. For `explain` arrays may be shapes, and rows None."""
+
+    op: str
+    arrays: dict[str, Any]  # by their names at the door; without `slots` and the like
+    options: dict[str, Any]
+    batch: StateBatch
+
+    @property
+    def token_axes(self) -> tuple[int, ...]:
+        """`(S, T)` or `(N,)`."""
+        if self.op == "causal_conv":
+            return self.arrays["x"].shape[:-1]
+        return self.arrays["v" if self.op == "gated_delta_rule" else "x"].shape[:-2]
+
+
+def hide_padding(y: jax.Array, values: jax.Array, batch: StateBatch) -> jax.Array:
+    """Returns outputs `[.., H, V]` in the dtype of the values, which have the same token axes, and 0 for padding."""
+    valid = locate(values.shape[:-2], batch.kv_lens, batch.query_lens, batch.query_starts).valid
+    return jnp.where(expand(valid, y.ndim), y, 0.0).astype(values.dtype)
 
 
 def read_slots(states: jax.Array, batch: StateBatch) -> jax.Array:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.state_batch import StateBatch
+from pallas_kernels.common.state_batch import StateBatch, hide_padding
 from pallas_kernels.xla.convolution import causal_conv as causal_conv
 from pallas_kernels.xla.recurrence import TokenInputs, recur
 
@@ -17,9 +17,9 @@ def gated_delta_rule(
     """Computes [`pallas_kernels.gated_delta_rule`][]."""
     token_axes, heads = v.shape[:-2], v.shape[-2]
     q, k = (repeat_heads(x, heads) for x in (q, k))
-    q, k, v, g, beta = (_flatten(x, token_axes) for x in (q, k, v, g, beta))
-    y, states = recur(TokenInputs(q * scale, k, v, g, beta), states, batch, token_axes)
-    return y, states
+    q, k, u, g, beta = (_flatten(x, token_axes) for x in (q, k, v, g, beta))
+    y, states = recur(TokenInputs(q * scale, k, u, g, beta), states, batch, token_axes)
+    return hide_padding(y, v, batch), states
 
 
 def state_space(
@@ -29,13 +29,13 @@ def state_space(
     """Computes [`pallas_kernels.state_space`][]."""
     token_axes, heads = x.shape[:-2], x.shape[-2]
     B, C = (repeat_heads(b, heads) for b in (B, C))
-    x, dt, B, C = (_flatten(x, token_axes) for x in (x, dt, B, C))
-    inputs = TokenInputs(C, B, x * dt[..., None], dt * A.astype(jnp.float32)[None])
+    u, dt, B, C = (_flatten(x, token_axes) for x in (x, dt, B, C))
+    inputs = TokenInputs(C, B, u * dt[..., None], dt * A.astype(jnp.float32)[None])
     y, states = recur(inputs, states, batch, token_axes, transposed=True)
     if D is not None:
         D = D.astype(jnp.float32)
-        y = y + (x * (D[:, None] if D.ndim == 1 else D)[None]).reshape(y.shape)
-    return y, states
+        y = y + (u * (D[:, None] if D.ndim == 1 else D)[None]).reshape(y.shape)
+    return hide_padding(y, x, batch), states
 
 
 def repeat_heads(x: jax.Array, heads: int) -> jax.Array:

@@ -12,7 +12,7 @@ import pytest
 
 import jaxkv
 import pallas_kernels
-from pallas_kernels import reference, testing
+from pallas_kernels import reference, reference_mixers, testing
 from pallas_kernels.api import backends
 from pallas_kernels.api.dispatch import forget_choices
 from pallas_kernels.gpu import interpreter
@@ -43,6 +43,69 @@ def as_before():
 
 
 CASE = testing.Case(lengths=(5, 17), new=(1, 1), block_size=8, head_dim=16)
+
+
+def make_mixers(calls):
+    """The reference's gated delta rule as a backend's mixers, which takes no more than 4 heads."""
+
+    def gated_delta_rule(*arguments, **named):
+        calls.append("delta")
+        return reference_mixers.gated_delta_rule(*arguments, **named)
+
+    def unsupported(call):
+        assert call.token_axes == call.arrays["v"].shape[:-2]
+        return "It takes no more than 4 heads." if call.arrays["v"].shape[-2] > 4 else None
+
+    return types.SimpleNamespace(gated_delta_rule=gated_delta_rule, unsupported=unsupported)
+
+
+def make_delta(heads, axes=(2, 3)):
+    """Returns what the door takes, by name."""
+    q, v, g = (jnp.full((*axes, heads, *inner), 0.5) for inner in ((4,), (2,), ()))
+    rows = {"slots": jnp.array([1, 0]), "lengths": jnp.array([5, 3]), "new": jnp.array([3, 3])}
+    return dict(q=q, k=q, v=v, g=-g, beta=g, states=jnp.ones((3, heads, 4, 2)), **rows)
+
+
+def test_a_registered_backend_may_have_mixers():
+    calls, door = [], pallas_kernels.gated_delta_rule
+    pallas_kernels.register_backend("mine", make_backend([], mixers=make_mixers(calls)), platform="cpu")
+    few, many = make_delta(4), make_delta(5)
+    choices = [pallas_kernels.explain("gated_delta_rule", **x) for x in (few, many)]
+    assert [choice.implementation for choice in choices] == ["mine", "xla"]
+    assert choices[1].reason == "It takes no more than 4 heads."
+    assert not calls
+    for found, wanted in zip(door(**few), door(**few, implementation="reference"), strict=True):
+        testing.assert_close(found, wanted)
+    assert calls == ["delta"]  # traced once, in a branch: only XLA runs what is lowered for another platform
+    with pytest.raises(NotImplementedError, match="no more than 4 heads"):
+        door(**many, implementation="mine")
+    with pytest.raises(NotImplementedError, match="mine backend has no kernel of its own for state_space"):
+        pallas_kernels.explain("state_space", implementation="mine")
+
+    def loss(v, implementation):
+        y, states = door(**few | {"v": v}, implementation=implementation)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(states)
+
+    gradients = [jax.grad(loss)(few["v"], name) for name in (None, "mine", "reference")]
+    for found in gradients[:2]:
+        testing.assert_close(found, gradients[2])
+
+
+def test_a_kernel_is_not_divided_by_the_compiler():
+    pallas_kernels.register_backend("mine", make_backend([], mixers=make_mixers([])), platform="cpu")
+    mesh, arguments = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), make_delta(4)
+    with jax.set_mesh(mesh):
+        choice = pallas_kernels.explain("gated_delta_rule", **arguments)
+    assert choice.implementation == "xla" and "jax.shard_map" in choice.reason
+    found = []
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    def inside(x):
+        found.append(pallas_kernels.explain("gated_delta_rule", **arguments).implementation)
+        return x
+
+    inside(jnp.ones(2))
+    assert found == ["mine"]
 
 
 def test_a_registered_backend_runs_where_it_is_named():
