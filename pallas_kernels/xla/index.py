@@ -22,7 +22,7 @@ from pallas_kernels.xla.write import find_places
 QUERIES = 16  # of a tile, of rows with more than one token
 # Tokens of the context that are scored at a time. The fewer the pieces, the less it costs to merge the best of them;
 # but a row that ends within a piece pays for all of it.
-LEAST_PIECE, MOST_PIECE = 512, 4096
+LEAST_PIECE, MOST_PIECE = 512, 8192
 AT_ONCE = 1 << 23  # bytes of the products of heads and keys in memory at a time
 NOTHING = -float("inf")
 
@@ -125,7 +125,7 @@ def _select(inputs: _IndexInputs, lanes: _Lanes, kept: int) -> Best:
     """The best of the queries of lanes, `[lanes * queries, kept]`."""
     num_lanes, queries = lanes.position.shape
     num_heads, capacity = inputs.q.shape[1], inputs.batch.block_tables.shape[1] * inputs.stored.keys.shape[3]
-    piece = min(max(LEAST_PIECE, min(2 * kept, MOST_PIECE, AT_ONCE // (4 * queries * num_heads))), capacity)
+    piece = min(max(LEAST_PIECE, min(4 * kept, MOST_PIECE, AT_ONCE // (4 * queries * num_heads))), capacity)
     piece = -(-piece // 16) * 16  # so that all keys are multiplied alike, whatever their place
     count = min(num_lanes, max(1, AT_ONCE // (4 * queries * num_heads * piece)))
     groups = -(-num_lanes // count)
@@ -173,8 +173,8 @@ def _score(inputs: _IndexInputs, lanes: _Lanes, place: jax.Array, reach: Reach) 
     block = tables[lanes.row[:, None], jnp.minimum(column, tables.shape[1] - 1)[None]]
     its_keys = format.from_bits(keys[block, 0, 0, offset[None], : inputs.q.shape[-1]]).astype(jnp.float32)
     queries, weights = inputs.q[lanes.token], inputs.weights[lanes.token].astype(jnp.float32)
-    products = jnp.einsum("lqhe,lce->lqhc", queries, its_keys, precision="highest")
-    score = jnp.sum(weights[..., None] * jnp.maximum(products, 0.0), axis=2)
+    products = jnp.einsum("lce,lqhe->lcqh", its_keys, queries, precision="highest")  # many rows first: faster on CPUs
+    score = jnp.sum(weights[:, None] * jnp.maximum(products, 0.0), axis=-1).swapaxes(1, 2)
     if scale is not None:
         score *= scale[block, 0, 0, offset[None]].astype(jnp.float32)[:, None]
     key = key[None, None]
