@@ -49,6 +49,13 @@ def said_of(line: str) -> list[str]:
     (reused,), (anew,) = (measured("serving", {"way": way}) for way in ("prefix reuse", "computed anew"))
     again, swapped = (measured("serving", {"set back": x})[0] for x in ("computed again", "swapped"))
     shared, contiguous = measured("cascade", {"prefix": 32768}), measured("capacity", {"block_size": "contiguous"})
+    (chats,) = measured("serving", {"blocks of windows": "1.5 x their own"})
+    beside, everywhere = (
+        [row["share"] for row in measured("serving", {"blocks of windows": way})]
+        for way in ("by what is kept", "as many blocks in every group")
+    )
+    alike, (short, slow, _) = measured("serving_order", {"step_tokens": 32})[0], measured("serving_order")[-3:]
+    (waits,) = measured("serving_order", {"tokens in common": 32768})
     local = [row for row in measured("serving") if row.get("outside of windows") == "given back"]
     loaded = measured("first_use", {"way": "generate"})
     smaller = [row["x smallest"] for row in measured("append") if row["blocks"] == 65536]
@@ -76,6 +83,14 @@ def said_of(line: str) -> list[str]:
         ],
         "memory of a model": all_of("share", "{:.2f}", local[:2] + local[-1:]),
         "too few blocks": [f"{swapped['tokens/s'] / again['tokens/s']:.2f}x"],
+        "chats in turn": [
+            f"{chats['share']:.2f} of it", f"leaves {min(beside):.2f} of", f"{min(everywhere):.2f} to {max(everywhere):.2f}"
+        ],
+        "8 prompts of": [f"{alike['shared']} tokens computed, not {alike['not shared']}"],
+        "first token of a prompt": [
+            f"after {short['to the first token of 8']} steps, not {slow['to the first token of 8']}",
+            f"{waits['ms a step, one waits']:.2f} ms a step for {waits['ms a step, alone']:.2f}",
+        ],
         "TPU decode step of 64 rows": [
             f"{cycles(long + '33,024')['step'] / cycles(long + '256 on 32,768 shared')['step']:.1f}x"
         ],
