@@ -233,17 +233,19 @@ class Run:
 
 
 def main(first: int, count: int) -> None:
-    wrong = 0
+    wrong = samples = 0
     for seed in range(first, first + count):
         try:
-            Run(seed).go()
+            run = Run(seed)
+            run.go()
+            samples += sum(len(request.samples) for request, _, _ in run.requests)
         except Exception as error:
             wrong += 1
             shape = SHAPES[seed % len(SHAPES)]
             print(f"seed {seed} {shape}: {type(error).__name__}: {str(error)[:500]}", flush=True)
         if seed % 50 == 49:
-            print(f"{seed + 1 - first} runs, {wrong} wrong", flush=True)
-    print(f"{count} runs, {wrong} wrong")
+            print(f"{seed + 1 - first} runs of {samples} samples, {wrong} wrong", flush=True)
+    print(f"{count} runs of {samples} samples, {wrong} wrong")
 
 
 if __name__ == "__main__":
