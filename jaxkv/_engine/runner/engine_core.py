@@ -77,7 +77,8 @@ class EngineCore:
     def end(self, due: list[Sequence] | None) -> None:
         """Does the second half of `advance`: reads the step before."""
         if due is not None:
-            self._read(self.ahead)
+            # Behind a step that was compiled another may be, for which its tokens must not wait.
+            self._read(0 if self.pipeline.has_new_program else self.ahead)
             for sequence in due:
                 if sequence.length >= sequence.limit and sequence.row is not None:  # nothing more to compute
                     if self.residents.prefix is not None and len(sequence.tokens) < sequence.cached:

@@ -124,6 +124,11 @@ class ModelRunner:
         self.leaves = [describe_array(x) if isinstance(x, jax.Array) else x for x in self.leaves]
         self._are_dropped = True
 
+    @property
+    def has_new_program(self) -> bool:
+        """Tells whether the last step in flight may have been compiled for itself."""
+        return bool(self.flights) and self.flights[-1].is_first
+
     def refuse_donated(self) -> None:
         """Raises RuntimeError if the parameters are gone, before anything is lost."""
         if not self.has_parameters:
