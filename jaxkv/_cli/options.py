@@ -3,7 +3,7 @@
 import pathlib
 from typing import Any
 
-from jaxkv._cli.units import parse_bytes
+from jaxkv._cli.units import parse_bytes, parse_count
 
 # Names that registries know elsewhere; a test holds them against those.
 CHIPS = ("v5e", "v6e", "tpu7x", "h100", "h200")
@@ -34,7 +34,7 @@ def add_model(add: Any, default: str | None) -> None:
 def add_sampling(add: Any, max_new_tokens: int) -> None:
     """Adds the options of how tokens are chosen; a model's generation_config.json speaks where they are not given."""
     own = "default: generation_config.json's, or"
-    add("--max-new-tokens", type=int, default=max_new_tokens, help="of an answer; default: %(default)s")
+    add("--max-new-tokens", type=parse_count, default=max_new_tokens, help="of an answer; default: %(default)s")
     add("--temperature", type=float, help=f"0: always the likeliest token; {own} 0.7")
     add("--top-k", type=int, help=f"sample among so many likeliest tokens; 0: all; {own} 0")
     add("--top-p", type=float, help=f"sample among the likeliest tokens of this probability; {own} 1")
@@ -50,10 +50,11 @@ def add_generate(commands: Any) -> None:
     add("--prompt", action="append", default=[], help="a prompt; may be given several times")
     add("--prompts", type=pathlib.Path, help="a text file with one prompt per line")
     add("--chat", action="store_true", help="each prompt is a question, which the model's chat template puts to it")
+    add("--token-ids", action="store_true", help="prompts are numbers of tokens, such as 1,15043, and so is the output")
     add("--system", help="with --chat: what the model is told before")
     add_sampling(add, 96)
     add("--max-seqs", type=int, default=8, help="sequences computed at the same time; default: %(default)s")
-    add("--max-seq-len", type=int, help="the most tokens of a sequence; default: what the prompts need")
+    add("--max-seq-len", type=parse_count, help="the most tokens of a sequence; default: what the prompts need")
     add(
         "--memory",
         type=parse_bytes,
@@ -80,7 +81,11 @@ def add_chat(commands: Any) -> None:
     add_model(add, None)
     add("--system", help="what the model is told before")
     add_sampling(add, 1024)
-    add("--max-seq-len", type=int, help="the most tokens of the chat; default: the model's, but no more than 8192")
+    add(
+        "--max-seq-len",
+        type=parse_count,
+        help="the most tokens of the chat; default: the model's, but no more than 8192",
+    )
 
 
 def add_demo(commands: Any) -> None:
@@ -93,7 +98,9 @@ def add_demo(commands: Any) -> None:
 
 def add_serve(commands: Any) -> None:
     parser = commands.add_parser(
-        "serve", help="serve a model over HTTP", description="Serve a model by OpenAI's chat completions until Ctrl-C."
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model by OpenAI's chat completions and completions until Ctrl-C.",
     )
     parser.set_defaults(run="jaxkv._cli.http.serve:serve")
     add = parser.add_argument
@@ -102,15 +109,28 @@ def add_serve(commands: Any) -> None:
     add("--host", default="127.0.0.1", help="default: %(default)s, this machine alone; 0.0.0.0: all who reach it")
     add("--port", type=int, default=8000, help="default: %(default)s")
     add("--max-seqs", type=int, default=16, help="sequences computed at the same time; default: %(default)s")
-    add("--max-seq-len", type=int, help="the most tokens of a sequence; default: the model's, but no more than 8192")
+    add(
+        "--max-seq-len",
+        type=parse_count,
+        help="the most tokens of a sequence; default: the model's, but no more than 8192",
+    )
     add("--memory", type=parse_bytes, help="what the cache may take, for example 2GB; default: what all rows need")
     add("--max-waiting", type=int, default=256, help="answers that may wait; more are refused; default: %(default)s")
+    add("--no-warmup", dest="warmup", action="store_false", help="listen at once, and compile when requests come")
     add("--grace", type=int, default=10, help="seconds that Ctrl-C leaves to what is running; default: %(default)s")
 
 
 def _share(text: str) -> float:
     """Parses a number of tokens, or a share of them."""
     return int(text) if text.strip().isdigit() else float(text)
+
+
+def _mean(text: str) -> float:
+    """Parses a mean number of tokens, which need not be a whole one."""
+    try:
+        return float(text)
+    except ValueError:
+        return parse_count(text)
 
 
 def add_plan(commands: Any) -> None:
@@ -122,7 +142,7 @@ def add_plan(commands: Any) -> None:
     add("--model", type=pathlib.Path, required=True, help="a Hugging Face folder; its config.json is enough")
     add("--memory", type=parse_bytes,
         help="of the device, or the part you give: 80GB is 80e9 bytes, 80GiB or 80G is 80 * 2**30; default: what the "
-        "chip has")  # fmt: skip
+        "chip has; without either: only what is needed is said")  # fmt: skip
     add("--chip", help=f"{', '.join(CHIPS)}: say how long a decode step takes there at least")
     add(
         "--weights",
@@ -134,13 +154,13 @@ def add_plan(commands: Any) -> None:
         "such as 8x16 or 8x4x2: also parts of the rows, and runs of every block's tokens; default: one")  # fmt: skip
     add("--shapes", action="store_true", help="with --chip: compare the ways to divide over that many, the best first")
     add("--rest", type=parse_bytes, help="what a step may take to compute in; default: a tenth of what weights leave")
-    add("--max-seq-len", type=int, help="the most tokens of a sequence; default: the longest of --lengths, or the "
-        "model's")  # fmt: skip
+    add("--max-seq-len", type=parse_count, help="the most tokens of a sequence, such as 32K; default: the longest of "
+        "--lengths, or the model's")  # fmt: skip
     add("--max-seqs", type=int, help="sequences at the same time; default: as many as fit, of the lengths to expect")
-    add("--mean-len", type=float, help="tokens of a sequence on the average, prompt and output; default: half of the "
+    add("--mean-len", type=_mean, help="tokens of a sequence on the average, prompt and output; default: half of the "
         "most, but no more than 2048")  # fmt: skip
     add("--lengths", type=pathlib.Path, help="or a file of the lengths that were seen: numbers, or a list in JSON")
-    add("--step-tokens", type=int, default=256,
+    add("--step-tokens", type=parse_count, default=256,
         help="tokens of one step, which layers with a window hold too; default: %(default)s, as generate")  # fmt: skip
     add("--block-size", type=int, action="append", help="only this; may be given several times")
     add("--dtype", choices=DTYPES, action="append", help="only this; may be given several times")

@@ -148,10 +148,73 @@ def test_a_wrong_request_is_answered_by_a_sentence(served, name):
     assert served[0].is_served
 
 
+def test_completions(served, client):
+    """Texts and lists of tokens are continued as they are, several at once."""
+    engine, text, _ = served
+    prompts = ["Tell me", "Why is"]
+    wanted = [engine.submit(text.encode(p), 6, eos=(257,), tokenizer=text) for p in prompts]
+    engine.wait(60)
+    texts = [request.text for request in wanted]
+    found = client.completions.create(model="tiny", prompt=prompts, max_tokens=6)
+    assert [choice.text for choice in found.choices] == texts and [choice.index for choice in found.choices] == [0, 1]
+    assert found.object == "text_completion" and {choice.finish_reason for choice in found.choices} <= {
+        "stop",
+        "length",
+    }
+    assert found.usage.prompt_tokens == sum(len(request.prompt) for request in wanted)
+    for given in (text.encode(prompts[1]), [text.encode(prompts[1])]):
+        assert client.completions.create(model="tiny", prompt=given, max_tokens=6).choices[0].text == texts[1]
+    pieces = ["", ""]
+    for event in client.completions.create(model="tiny", prompt=prompts, max_tokens=6, echo=True, stream=True):
+        pieces[event.choices[0].index] += event.choices[0].text
+    assert pieces == [prompt + more for prompt, more in zip(prompts, texts, strict=True)]
+    assert len(client.completions.create(model="tiny", prompt="?").choices[0].text) > 0
+
+
+def test_echo_gives_the_prompts_log_probabilities(served, client):
+    engine, text, _ = served
+    tokens = text.encode("Tell me why")
+    scored = engine.submit(tokens, 0, prompt_logprobs=True)
+    engine.wait(60)
+    options = dict(prompt=tokens, max_tokens=2, logprobs=2, echo=True, n=2, temperature=1.0, seed=1)
+    found = client.completions.create(model="tiny", **options)
+    assert [choice.index for choice in found.choices] == [0, 1]
+    for choice in found.choices:
+        own = choice.logprobs
+        count = len(tokens)
+        assert own.token_logprobs[0] is None and own.top_logprobs[:count] == [None] * count
+        assert own.token_logprobs[1:count] == pytest.approx(scored.prompt_logprobs.tolist(), abs=1e-5)
+        assert all(len(best) <= 2 for best in own.top_logprobs[count:]) and len(own.tokens) == len(own.text_offset)
+        assert "".join(own.tokens[:count]) == text.decode(tokens, special=True)
+    alone = client.completions.create(model="tiny", prompt=tokens, max_tokens=0, logprobs=0, echo=True).choices[0]
+    assert alone.logprobs.token_logprobs[1:] == pytest.approx(scored.prompt_logprobs.tolist(), abs=1e-5)
+    assert alone.text == text.decode(tokens) == "Tell me why" and alone.finish_reason == "length"
+
+
+WRONG_COMPLETIONS = {
+    "no prompt": {"prompt": None}, "an empty list": {"prompt": []}, "a prompt that is a number": {"prompt": 5},
+    "tokens of text": {"prompt": [[1, "x"]]}, "a token that there is not": {"prompt": [1, 10**6]},
+    "true as a token": {"prompt": [[True]]}, "a suffix": {"suffix": "x"}, "best_of": {"best_of": 3},
+    "logprobs of a switch": {"logprobs": True}, "no tokens": {"max_tokens": 0}, "echo of text": {"echo": "yes"},
+    "a stream of scored prompts": {"echo": True, "logprobs": 1, "stream": True},
+    "one of several": {"prompt": ["fine", "x" * 2000]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_COMPLETIONS)
+def test_a_wrong_completion_is_answered_by_a_sentence(served, name):
+    engine = served[0]
+    body = {"prompt": "x", "max_tokens": 3} | WRONG_COMPLETIONS[name]
+    found = httpx.post(served[2] + "/v1/completions", json=body)
+    assert found.status_code == 400 and len(found.json()["error"]["message"]) < 400, found.text
+    engine.wait(60)
+    assert engine.is_served and engine.is_idle
+
+
 def test_what_is_off_is_taken():
     given = {"tools": None, "presence_penalty": 0, "response_format": {"type": "text"}, "user": "me", "stop": None}
-    assert read_options(given | {"max_tokens": 5}, {"top_k": 3}, 9) == ({"top_k": 3, "max_new_tokens": 5}, None)
-    assert read_options({}, {}, 9)[0]["max_new_tokens"] == 9
+    assert read_options(given | {"max_tokens": 5}, {"top_k": 3}, 9) == {"top_k": 3, "max_new_tokens": 5}
+    assert read_options({}, {}, 9)["max_new_tokens"] == 9
 
 
 def test_an_error_of_ours_is_no_traceback(served, monkeypatch, caplog):
@@ -214,7 +277,7 @@ def test_who_goes_away_leaves_no_traceback(served):
 
     async def run():
         asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-        assert not await finish(engine.submit(text.encode("Why?"), 200, eos=(), n=2), Gone())
+        assert not await finish([engine.submit(text.encode("Why?"), 200, eos=(), n=2)], Gone())
         gc.collect()
 
     asyncio.run(run())

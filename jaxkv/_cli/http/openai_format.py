@@ -1,31 +1,154 @@
-"""The form of OpenAI's chat completions: what `Engine.submit` takes of a request, and what an answer says."""
+"""The form of OpenAI's chat completions and completions: what `Engine.submit` takes of a request, and what an answer
+says."""
 
+from collections.abc import Sequence
 from typing import Any
 
 # What would change an answer, and is not done here: refused unless it is off. Other unknown fields say nothing of it.
-REFUSED = ("tools", "functions", "logit_bias", "frequency_penalty", "presence_penalty", "audio", "prediction")
+REFUSED = (
+    "tools", "functions", "logit_bias", "frequency_penalty", "presence_penalty", "audio", "prediction", "suffix",
+)  # fmt: skip
 
 
-def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> tuple[dict[str, Any], int | None]:
-    """Returns what `Engine.submit` takes of a request's body, and how many log-probabilities are asked for."""
+class ChatCompletion:
+    """One request to `/v1/chat/completions`: messages, which the model's chat template writes."""
+
+    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    default_tokens: int | None = None  # as many as there is room for
+
+    def __init__(self, body: dict[str, Any], text: Any):
+        self.body, self.text = body, text
+        _check_types(body, logprobs=bool, top_logprobs=int)
+        self.num_logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+
+    def prompts(self) -> list[list[int]]:
+        return [self.text.chat(self.body.get("messages"))]
+
+    def options(self) -> dict[str, Any]:
+        return {} if self.num_logprobs is None else {"logprobs": max(self.num_logprobs, 1)}
+
+    def choice(self, request: Any, sample: Any) -> dict[str, Any]:
+        """Returns the whole answer of one of the request's samples."""
+        message = {"role": "assistant", "content": sample.text}
+        return {"message": message, "logprobs": self._list_logprobs(sample, 0, None)}
+
+    def first_chunk(self, prompt: list[int]) -> dict[str, Any] | None:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def chunk(self, piece: str, sample: Any, begin: int, end: int | None) -> dict[str, Any]:
+        """Returns a piece of a sample's text, with its tokens from `begin` to `end`."""
+        return {"delta": {"content": piece} if piece else {}, "logprobs": self._list_logprobs(sample, begin, end)}
+
+    def _list_logprobs(self, sample: Any, begin: int, end: int | None) -> dict[str, Any] | None:
+        if self.num_logprobs is None:
+            return None
+
+        def render(token: int, logprob: float) -> dict[str, Any]:
+            written = self.text.decode([token], special=True)
+            return {"token": written, "logprob": logprob, "bytes": list(written.encode())}
+
+        pairs = zip(sample.tokens[begin:end], sample.logprobs[begin:end], strict=False)
+        return {"content": [
+            render(token, found[token])
+            | {"top_logprobs": [render(*item) for item in _likeliest(found, self.num_logprobs)]}
+            for token, found in pairs
+        ]}  # fmt: skip
+
+
+class Completion:
+    """One request to `/v1/completions`: texts, or lists of tokens, that are continued as they are.
+
+    With `echo` an answer begins with its prompt; the log-probabilities of a prompt's tokens are their own alone.
+    """
+
+    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    default_tokens: int | None = 16  # as OpenAI's
+
+    def __init__(self, body: dict[str, Any], text: Any):
+        self.body, self.text = body, text
+        _check_types(body, logprobs=int, echo=bool, best_of=int)
+        self.num_logprobs, self.echo = body.get("logprobs"), bool(body.get("echo"))
+        if body.get("best_of") not in (None, body.get("n", 1)):
+            raise ValueError("best_of must be n on this server, which gives all that it samples: leave it out.")
+        if self.echo and self.num_logprobs is not None and body.get("stream"):
+            raise ValueError("echo with logprobs cannot be streamed: leave one of the three out.")
+
+    def prompts(self) -> list[list[int]]:
+        given = self.body.get("prompt")
+        if isinstance(given, str) or (isinstance(given, list) and given and _is_token(given[0])):
+            given = [given]
+        if not isinstance(given, list) or not given:
+            raise ValueError("prompt must be a text, a list of tokens, or a list of those.")
+        return [self._read_prompt(prompt) for prompt in given]
+
+    def _read_prompt(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self.text.encode(prompt)
+        if not isinstance(prompt, list) or not all(map(_is_token, prompt)):
+            raise ValueError("prompt must be a text, a list of tokens, or a list of those.")
+        return prompt
+
+    def options(self) -> dict[str, Any]:
+        wants = self.num_logprobs is not None
+        return ({"logprobs": max(self.num_logprobs or 0, 1)} if wants else {}) | {
+            "prompt_logprobs": self.echo and wants
+        }
+
+    def choice(self, request: Any, sample: Any) -> dict[str, Any]:
+        """Returns the whole answer of one of the request's samples."""
+        before = self.text.decode(request.prompt) if self.echo else ""
+        return {"text": before + sample.text, "logprobs": self._list_logprobs(sample, 0, None, request)}
+
+    def first_chunk(self, prompt: list[int]) -> dict[str, Any] | None:
+        return {"text": self.text.decode(prompt), "logprobs": None} if self.echo else None
+
+    def chunk(self, piece: str, sample: Any, begin: int, end: int | None) -> dict[str, Any]:
+        """Returns a piece of a sample's text, with its tokens from `begin` to `end`."""
+        return {"text": piece, "logprobs": self._list_logprobs(sample, begin, end)}
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.text.decode(tokens, special=True)
+
+    def _list_logprobs(self, sample: Any, begin: int, end: int | None, request: Any = None) -> dict[str, Any] | None:
+        if self.num_logprobs is None:
+            return None
+        rows: list[tuple[int, float | None, dict[str, float] | None]] = []
+        if self.echo and request is not None:
+            own = [None, *map(float, request.samples[0].prompt_logprobs)]  # nothing stands before the first
+            rows += [(token, logprob, None) for token, logprob in zip(request.prompt, own, strict=True)]
+        for token, found in zip(sample.tokens[begin:end], sample.logprobs[begin:end], strict=False):
+            best = {self._decode([other]): logprob for other, logprob in _likeliest(found, self.num_logprobs)}
+            rows.append((token, found[token], best))
+        tokens, offsets = [self._decode([token]) for token, _, _ in rows], [0]
+        for token in tokens[:-1]:
+            offsets.append(offsets[-1] + len(token))
+        return {
+            "tokens": tokens, "token_logprobs": [logprob for _, logprob, _ in rows],
+            "top_logprobs": [best for _, _, best in rows], "text_offset": offsets[: len(tokens)],
+        }  # fmt: skip
+
+
+def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> dict[str, Any]:
+    """Returns what `Engine.submit` takes of a request's body, whichever of the two it is.
+
+    Args:
+      defaults: what holds where the body says nothing.
+      most: how many tokens an answer has by default.
+    """
     for field in REFUSED:
         if body.get(field):
             raise ValueError(f"{field} is not supported by this server: leave it out.")
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
         raise ValueError("response_format other than text is not supported by this server: leave it out.")
     given = {field: value for field, value in body.items() if value is not None}
-    for field, kind in (("logprobs", bool), ("top_logprobs", int), ("stop", str | list)):
-        if field in given and not isinstance(given[field], kind):
-            raise ValueError(f"{field} has a value of the wrong type: {given[field]!r}.")
+    _check_types(given, stop=str | list)
     stops = given.get("stop", [])
     if isinstance(stops, list) and not all(isinstance(stop, str) for stop in stops):
         raise ValueError("stop must be a string or a list of strings.")
     options = defaults | {
         field: given[field] for field in ("temperature", "top_p", "n", "seed", "stop") if field in given
     }
-    options["max_new_tokens"] = given.get("max_completion_tokens", given.get("max_tokens", most))
-    count = given.get("top_logprobs", 0) if given.get("logprobs") else None
-    return options | ({} if count is None else {"logprobs": max(count, 1)}), count
+    return options | {"max_new_tokens": given.get("max_completion_tokens", given.get("max_tokens", most))}
 
 
 def finish_reason(sample: Any) -> str:
@@ -33,26 +156,23 @@ def finish_reason(sample: Any) -> str:
     return {"eos": "stop", "stop": "stop"}.get(sample.ended, "length")
 
 
-def count_usage(request: Any) -> dict[str, int]:
-    """Counts the tokens of the prompt and of all samples, those of stop sequences too."""
-    prompt, output = len(request.prompt), sum(len(sample.output) for sample in request.samples)
+def count_usage(requests: Sequence[Any]) -> dict[str, int]:
+    """Counts the tokens of the prompts and of all samples, those of stop sequences too."""
+    prompt = sum(len(request.prompt) for request in requests)
+    output = sum(len(sample.output) for request in requests for sample in request.samples)
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
-def list_logprobs(sample: Any, text: Any, count: int | None, begin: int, end: int | None) -> dict[str, Any] | None:
-    """Returns the log-probabilities of a sample's tokens from `begin` to `end`, if they were asked for."""
-    if count is None:
-        return None
-    pairs = zip(sample.tokens[begin:end], sample.logprobs[begin:end], strict=False)
+def _check_types(body: dict[str, Any], **kinds: Any) -> None:
+    for field, kind in kinds.items():
+        value = body.get(field)
+        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise ValueError(f"{field} has a value of the wrong type: {value!r}.")
 
-    def render(token: int, logprob: float) -> dict[str, Any]:
-        written = text.decode([token], special=True)
-        return {"token": written, "logprob": logprob, "bytes": list(written.encode())}
 
-    def likeliest(found: dict[int, float]) -> list[tuple[int, float]]:
-        return sorted(found.items(), key=lambda item: -item[1])[:count]
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
-    return {"content": [
-        render(token, found[token]) | {"top_logprobs": [render(*item) for item in likeliest(found)]}
-        for token, found in pairs
-    ]}  # fmt: skip
+
+def _likeliest(found: dict[int, float], count: int) -> list[tuple[int, float]]:
+    return sorted(found.items(), key=lambda item: -item[1])[:count]

@@ -1,4 +1,4 @@
-"""`python -m jaxkv serve`: a model behind OpenAI's chat completions, over HTTP.
+"""`python -m jaxkv serve`: a model behind OpenAI's chat completions and completions, over HTTP.
 
 It stands on public names alone: `Engine.serve` takes the steps in a thread, and each HTTP request iterates over one
 `Request`. docs/serving.md walks through it, for a server of your own.
@@ -7,20 +7,24 @@ It stands on public names alone: `Engine.serve` takes the steps in a thread, and
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import logging
+import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import jaxkv
-from jaxkv._cli.http.openai_format import count_usage, finish_reason, list_logprobs, read_options
+from jaxkv._cli.compiling import keep_compiled
+from jaxkv._cli.http.openai_format import ChatCompletion, Completion, count_usage, finish_reason, read_options
 from jaxkv._cli.text import open_model, prefix_options
 
 logger = logging.getLogger("jaxkv.serve")
 
 
+@keep_compiled()
 def serve(arguments: argparse.Namespace) -> int:
     """Serves a model until Ctrl-C."""
     try:
@@ -33,6 +37,11 @@ def serve(arguments: argparse.Namespace) -> int:
         block_size=arguments.block_size, longest=min(opened.model.max_seq_len, 8192), max_waiting=arguments.max_waiting,
         cache_dtype=arguments.cache_dtype, **{"prefix_cache": True} | prefix_options(arguments),
     )  # fmt: skip
+    if arguments.warmup:
+        began = time.monotonic()
+        print("jaxkv: compiling, so that no request waits for it ...", file=sys.stderr, flush=True)
+        engine.warmup(kinds=("greedy", "sampled", "filtered"))
+        print(f"jaxkv: compiled in {time.monotonic() - began:.1f} s.", file=sys.stderr, flush=True)
     app = make_app(engine, opened.chat, arguments.model.name or str(arguments.model), opened.eos, opened.sampling)
     with engine, engine.serve():
         uvicorn.run(app, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=arguments.grace,
@@ -51,34 +60,39 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
     defaults = {key: value for key, value in (sampling or {}).items() if key != "seed"}
     template = asyncio.Lock()  # one conversation at a time is rendered
 
-    async def complete(http: Any) -> Any:
+    async def complete(kind: Any, http: Any) -> Any:
+        requests: list[Any] = []
         try:
             body = json.loads(await http.body())
             if not isinstance(body, dict):
                 raise ValueError("The body must be a JSON object.")
-            options, count = read_options(body, defaults, engine.config.max_seq_len)
+            form = kind(body, text)
+            options = read_options(body, defaults, form.default_tokens or engine.config.max_seq_len) | form.options()
             async with template:
-                prompt = await asyncio.to_thread(text.chat, body.get("messages"))
-            request = engine.submit(prompt, tokenizer=text, eos=eos, **options)
+                prompts = await asyncio.to_thread(form.prompts)
+            for prompt in prompts:
+                requests.append(engine.submit(prompt, tokenizer=text, eos=eos, **options))
         except (ValueError, UnicodeDecodeError, RecursionError) as error:
+            _cancel(requests)
             return _refusal(JSONResponse, 400, "invalid_request_error", str(error))
         except jaxkv.EngineFull as error:
+            _cancel(requests)
             return _refusal(JSONResponse, 429, "rate_limit_error", str(error))
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+        head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         if body.get("stream"):
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            parts = stream_answer(request, text, head, count, with_usage)
+            parts = stream_answer(requests, form, head | {"object": form.chunk_object}, with_usage)
             return StreamingResponse(parts, media_type="text/event-stream")
-        if not await finish(request, http):
+        if not await finish(requests, http):
             return PlainTextResponse("The client has gone.", 499)
-        if any(sample.error for sample in request.samples):
-            return _refusal(JSONResponse, 500, "server_error", next(s.error for s in request.samples if s.error))
+        pairs = _list_samples(requests)
+        if error := next((sample.error for _, sample in pairs if sample.error), None):
+            return _refusal(JSONResponse, 500, "server_error", error)
         choices = [
-            {"index": i, "message": {"role": "assistant", "content": sample.text},
-             "finish_reason": finish_reason(sample), "logprobs": list_logprobs(sample, text, count, 0, None)}
-            for i, sample in enumerate(request.samples)
-        ]  # fmt: skip
-        return JSONResponse(head | {"object": "chat.completion", "choices": choices, "usage": count_usage(request)})
+            {"index": i, **form.choice(request, sample), "finish_reason": finish_reason(sample)}
+            for i, (request, sample) in enumerate(pairs)
+        ]
+        return JSONResponse(head | {"object": form.object, "choices": choices, "usage": count_usage(requests)})
 
     async def fail(http: Any, error: Exception) -> Any:
         logger.error("a request has failed", exc_info=error)
@@ -92,7 +106,8 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
 
     models = {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "jaxkv"}]}
     routes = [
-        Route("/v1/chat/completions", complete, methods=["POST"]),
+        Route("/v1/chat/completions", functools.partial(complete, ChatCompletion), methods=["POST"]),
+        Route("/v1/completions", functools.partial(complete, Completion), methods=["POST"]),
         Route("/v1/models", respond(lambda: JSONResponse(models))),
         Route("/metrics", respond(lambda: PlainTextResponse(engine.metrics_text()))),
         Route(
@@ -103,9 +118,10 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
     return Starlette(routes=routes, exception_handlers={Exception: fail})
 
 
-async def finish(request: Any, http: Any) -> bool:
+async def finish(requests: Sequence[Any], http: Any) -> bool:
     """Waits for all samples; returns False, and cancels them, if the client goes away before."""
-    waits: asyncio.Future[Any] = asyncio.ensure_future(asyncio.gather(*map(_exhaust, request.samples)))
+    samples = [sample for _, sample in _list_samples(requests)]
+    waits: asyncio.Future[Any] = asyncio.ensure_future(asyncio.gather(*map(_exhaust, samples)))
     gone: asyncio.Future[Any] = asyncio.ensure_future(_until_gone(http))
     try:
         await asyncio.wait({waits, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -113,42 +129,34 @@ async def finish(request: Any, http: Any) -> bool:
     finally:
         for task in (waits, gone):
             task.cancel()
-        request.cancel()  # does nothing to one that has ended
+        _cancel(requests)  # does nothing to those that have ended
         await asyncio.gather(waits, gone, return_exceptions=True)  # or the event loop would log that they were cut
 
 
 async def stream_answer(
-    request: Any, text: Any, head: dict[str, Any], count: int | None, with_usage: bool
+    requests: Sequence[Any], form: ChatCompletion | Completion, head: dict[str, Any], with_usage: bool
 ) -> AsyncIterator[str]:
     """Yields server-sent events: the text of each sample as it becomes certain, then why it ended."""
-    head = head | {"object": "chat.completion.chunk"}
     events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
-    async def follow(index: int, sample: Any) -> None:
+    async def follow(index: int, request: Any, sample: Any) -> None:
         shown = told = 0
-        events.put_nowait({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+
+        def put(choice: dict[str, Any], reason: str | None = None, **more: Any) -> None:
+            events.put_nowait({"index": index, **choice, "finish_reason": reason, **more})
+
+        if (first := form.first_chunk(request.prompt)) is not None:
+            put(first)
         with contextlib.suppress(Exception):  # said below
             async for _ in sample:
                 if len(sample.text) > shown:
                     piece, shown = sample.text[shown:], len(sample.text)
-                    logprobs = list_logprobs(sample, text, count, told, told := len(sample.tokens))
-                    events.put_nowait(
-                        {"index": index, "delta": {"content": piece}, "logprobs": logprobs, "finish_reason": None}
-                    )
-        delta = {"content": sample.text[shown:]} if len(sample.text) > shown else {}
-        rest = list_logprobs(sample, text, count, told, None)
-        events.put_nowait(
-            {
-                "index": index,
-                "delta": delta,
-                "logprobs": rest,
-                "finish_reason": finish_reason(sample),
-                "error": sample.error,
-            }
-        )
+                    put(form.chunk(piece, sample, told, told := len(sample.tokens)))
+        put(form.chunk(sample.text[shown:], sample, told, None), finish_reason(sample), error=sample.error)
         events.put_nowait(None)
 
-    tasks = [asyncio.ensure_future(follow(i, sample)) for i, sample in enumerate(request.samples)]
+    pairs = _list_samples(requests)
+    tasks = [asyncio.ensure_future(follow(i, *pair)) for i, pair in enumerate(pairs)]
     try:
         left = len(tasks)
         while left:
@@ -160,11 +168,21 @@ async def stream_answer(
             else:
                 yield _event(head | {"choices": [choice]})
         if with_usage:
-            yield _event(head | {"choices": [], "usage": count_usage(request)})
+            yield _event(head | {"choices": [], "usage": count_usage(requests)})
         yield "data: [DONE]\n\n"
     finally:  # also when the client goes away
         for task in tasks:
             task.cancel()
+        _cancel(requests)
+
+
+def _list_samples(requests: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Returns the pairs of a request and each of its samples, in the order of OpenAI's choices."""
+    return [(request, sample) for request in requests for sample in request.samples]
+
+
+def _cancel(requests: Sequence[Any]) -> None:
+    for request in requests:
         request.cancel()
 
 
