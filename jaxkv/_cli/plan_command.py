@@ -15,7 +15,7 @@ from jaxkv._cli import plan_report
 from jaxkv._cli.chips import Chip, chip_named
 from jaxkv._cli.memory_plan import BLOCK_SIZES, needed_bytes, plan
 from jaxkv._cli.plan_devices import Devices, shapes_of
-from jaxkv._cli.plan_report import AskedRows, DeviceMemory, Option, Report
+from jaxkv._cli.plan_report import AskedRows, DeviceMemory, Needs, Option, Report
 from jaxkv._cli.plan_step_report import shapes_as_text, step_as_json
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
@@ -33,8 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.model = find_model(arguments.model, weights=False)
     config, stated = _read_model(arguments.model)
     chip = None if arguments.chip is None else chip_named(arguments.chip)
-    if arguments.memory is None and chip is None:
-        raise ValueError("Say how much memory a device has with --memory, such as 80GB, or what it is with --chip.")
     devices = Devices.read(arguments.devices)
     told = arguments.weights
     weights = _weights(arguments.model, config, stated) if told is None else (told, "as told")
@@ -42,6 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     planner = _Planner(arguments, config, chip, weights, lengths)
     if arguments.shapes:
         return _compare(planner, devices)
+    if arguments.memory is None and chip is None:
+        needs = planner.needs(devices, _kinds(arguments.dtype))
+        print(json.dumps(plan_report.needs_as_json(needs), indent=1) if arguments.json else
+              plan_report.needs_as_text(needs))  # fmt: skip
+        return 0
     sizes = arguments.block_size or [size for size in BLOCK_SIZES if size % devices.context == 0] or BLOCK_SIZES[-1:]
     report = planner.report(devices, _kinds(arguments.dtype), sizes)
     print(json.dumps(plan_report.as_json(report), indent=1) if arguments.json else plan_report.as_text(report))
@@ -72,13 +75,7 @@ class _Planner:
                 f"{format_bytes(total)} of memory do not hold {format_bytes(weights)} of weights ({source})"
                 f"{also}: give more memory, or with --weights what they really take."
             )
-        max_seq_len = arguments.max_seq_len
-        if max_seq_len is None:
-            max_seq_len = config.max_seq_len if lengths is None else max(lengths)
-        multiple = arguments.head_dim_multiple
-        if multiple is None:
-            multiple = 1 if self.chip is None else HEAD_DIM_MULTIPLES[self.chip.platform]
-        join_kv = self.chip is not None and self.chip.platform in JOINING
+        max_seq_len, multiple, join_kv = self.max_seq_len, self.head_dim_multiple, self.join_kv
         max_seqs, options, why = devices.rows(arguments.max_seqs), [], ""
         for dtypes in kinds:
             for asked in block_sizes:
@@ -99,25 +96,46 @@ class _Planner:
             model=config, memory=DeviceMemory(total, weights, source, rest), max_seq_len=max_seq_len,
             step_tokens=arguments.step_tokens, is_told=arguments.mean_len is not None or lengths is not None,
             options=options, devices=devices, chip=self.chip,
-            asked=self._answer(devices, layers, max_seq_len, kinds, multiple),
+            asked=[] if arguments.max_seqs is None else self._ask(devices, layers, kinds, arguments.max_seqs),
         )  # fmt: skip
 
-    def _answer(
-        self, devices: Devices, layers: Sequence[LayerConfig], max_seq_len: int, kinds: list[list[str]], multiple: int
+    def needs(self, devices: Devices, kinds: list[list[str]]) -> Needs:
+        """Returns the memory that weights and rows need on each device, whatever it has."""
+        layers = [devices.layer(layer) for layer in self.config.layer_configs]
+        devices.rows(self.arguments.max_seqs)  # refuses rows that cannot be divided
+        rows = devices.data if self.arguments.max_seqs is None else self.arguments.max_seqs
+        weights = devices.weights(self.config, self.weights[0])
+        return Needs(weights, self.weights[1], devices.count, self._ask(devices, layers, kinds, rows))
+
+    @property
+    def max_seq_len(self) -> int:
+        if self.arguments.max_seq_len is not None:
+            return self.arguments.max_seq_len
+        return self.config.max_seq_len if self.lengths is None else max(self.lengths)
+
+    @property
+    def head_dim_multiple(self) -> int:
+        if self.arguments.head_dim_multiple is not None:
+            return self.arguments.head_dim_multiple
+        return 1 if self.chip is None else HEAD_DIM_MULTIPLES[self.chip.platform]
+
+    @property
+    def join_kv(self) -> bool:
+        return self.chip is not None and self.chip.platform in JOINING
+
+    def _ask(
+        self, devices: Devices, layers: Sequence[LayerConfig], kinds: list[list[str]], all_rows: int
     ) -> list[AskedRows]:
-        """Returns the memory that the requested rows need on each device, by dtype; empty without a request."""
-        arguments = self.arguments
-        if arguments.max_seqs is None:
-            return []
+        """Returns the memory that so many rows need on each device, by dtype."""
+        arguments, max_seq_len, multiple = self.arguments, self.max_seq_len, self.head_dim_multiple
         length = arguments.mean_len if self.lengths is None else sum(self.lengths) / len(self.lengths)
         length = max_seq_len if length is None else min(math.ceil(length), max_seq_len)
-        rows, said = arguments.max_seqs // devices.data, (arguments.block_size or [None])[0]
-        join_kv = self.chip is not None and self.chip.platform in JOINING
+        rows, said = all_rows // devices.data, (arguments.block_size or [None])[0]
         return [
-            AskedRows(arguments.max_seqs, length, dtypes[0], needed_bytes(
+            AskedRows(all_rows, length, dtypes[0], needed_bytes(
                 layers, rows, length, max_seq_len=max_seq_len, step_tokens=arguments.step_tokens,
                 block_size=said or self._default_size(dtypes[0], multiple, rows, max_seq_len), dtype=dtypes[0],
-                head_dim_multiple=multiple, join_kv=join_kv, state_copies=devices.context,
+                head_dim_multiple=multiple, join_kv=self.join_kv, state_copies=devices.context,
             ) // devices.context)
             for dtypes in kinds
             if arguments.dtype is not None or FORMATS[dtypes[0]].bytes_per_element <= 2

@@ -47,6 +47,15 @@ class AskedRows(NamedTuple):
     bytes: int
 
 
+class Needs(NamedTuple):
+    """Bytes on each of `devices` devices, of weights and of rows, whatever memory there is."""
+
+    weights: int
+    source: str  # source of the weights' size
+    devices: int
+    asked: list[AskedRows]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
     """All results of a plan. asked: memory of the requested rows, by dtype."""
@@ -197,19 +206,38 @@ def _answer(report: Report) -> str:
         size = report.best.config.block_size
         by_dtype = [
             f"{option.plan.rows * report.devices.data:,} in {option.dtypes[0]}"
+            + " (by XLA only)" * (not has_kernel(option.dtypes[0], chip))
             for option in report.options if option.plan and option.block_size == size
         ]  # fmt: skip
         return f"{_capitalize(room)}: it holds {', '.join(by_dtype)} rows of {report.best.mean_len:,g} tokens each."
-    first = report.asked[0]
-    needs = ", ".join(f"{format_bytes(asked.bytes)} in {asked.dtype}" for asked in report.asked)
     fits = [asked.dtype for asked in report.asked if asked.bytes <= memory.cache]
     read = [dtype for dtype in fits if has_kernel(dtype, chip)]
     verdict = f"{read[0]} fits" if read else f"{fits[0]} fits, but no kernel reads it" if fits else "none fits"
-    whole = f"{first.rows:,} rows of {first.length:,} tokens need {needs}"
-    whole += " of each device" if report.devices.count > 1 else ""
     held = report.best.rows * report.devices.data
     less = "" if fits else f" In {report.best.config.dtype} {held:,} rows of {report.best.mean_len:,g} tokens do."
-    return f"{whole}; {room}: {verdict}.{less}"
+    return f"{_needed(report.asked, report.devices.count)}; {room}: {verdict}.{less}"
+
+
+def _needed(asked: list[AskedRows], devices: int) -> str:
+    rows, length = asked[0].rows, asked[0].length
+    needs = ", ".join(f"{format_bytes(each.bytes)} in {each.dtype}" for each in asked)
+    what = "1 row of {:,} tokens needs" if rows == 1 else f"{rows:,} rows of {{:,}} tokens need"
+    return f"{what.format(length)} {needs}" + " of each device" * (devices > 1)
+
+
+def needs_as_text(needs: Needs) -> str:
+    weights = f"the weights take {format_bytes(needs.weights)} ({needs.source})"
+    return (
+        f"{_needed(needs.asked, needs.devices)}; {weights}.\n"
+        "Say how much memory a device has with --memory, such as 80GB, or what it is with --chip, to see what fits."
+    )
+
+
+def needs_as_json(needs: Needs) -> dict[str, Any]:
+    return {
+        "weights": needs.weights, "weights_from": needs.source, "devices": needs.devices,
+        "asked": [asked._asdict() for asked in needs.asked],
+    }  # fmt: skip
 
 
 def _with_article(name: str) -> str:

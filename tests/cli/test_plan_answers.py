@@ -78,6 +78,8 @@ def test_the_first_line_answers_what_was_asked(tmp_path, capsys):
     out = capsys.readouterr().out
     rows = int(re.search(r"none fits\. In bfloat16 (\d+) rows of 2,048 tokens do\.", out)[1])
     assert f"max_seqs={rows}, " in out
+    assert run(tmp_path, *told[:2]) == 0
+    assert re.search(r": it holds 213 in .*, \d+ in int8, \d+ in int4 \(by XLA only\) rows", capsys.readouterr().out)
     assert run(tmp_path, "--memory", "80GB") == 0
     assert re.match(
         r"Beside 15\.0 GiB of weights a device has 53\.6 GiB: it holds 213 in bfloat16, ", capsys.readouterr().out

@@ -322,11 +322,24 @@ def test_devices_that_cannot_be(folder, capsys, arguments, says):
 
 
 def test_neither_memory_nor_chip(folder, capsys):
-    assert run(folder) == 2
-    assert (
-        "Say how much memory a device has with --memory, such as 80GB, or what it is with --chip"
-        in capsys.readouterr().err
-    )
+    with pytest.raises(SystemExit):
+        run(folder, "--max-seq-len", "0.05K")
+    assert "is not a number of tokens" in capsys.readouterr().err
+    told = ("--max-seqs", 6, "--max-seq-len", "1K", "--dtype", "float32", "--dtype", "int8")
+    assert run(folder, *told, "--devices", "1x2", "--json") == 0
+    needs = json.loads(capsys.readouterr().out)
+    assert needs["devices"] == 2 and [asked["dtype"] for asked in needs["asked"]] == ["float32", "int8"]
+    assert all(asked["rows"] == 6 and asked["length"] == 1024 for asked in needs["asked"])
+    # As much as a device that has it can hold.
+    room = needs["weights"] + needs["asked"][0]["bytes"]
+    held = ("--memory", room, "--rest", 0, "--devices", "1x2", "--json")
+    assert run(folder, *told, *held) == 0
+    fits = [asked["fits"] for asked in json.loads(capsys.readouterr().out)["asked"]]
+    assert fits == [True, True] and run(folder, *told, "--memory", room - 1, *held[2:]) == 0
+    assert [asked["fits"] for asked in json.loads(capsys.readouterr().out)["asked"]] == [False, True]
+    assert run(folder, "--mean-len", 9) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 row of 9 tokens needs ") and "Say how much memory a device has with --memory" in out
 
 
 def test_windows_padding_and_what_does_not_fit(folder, capsys):
