@@ -84,7 +84,8 @@ def said_of(line: str) -> list[str]:
         "memory of a model": all_of("share", "{:.2f}", local[:2] + local[-1:]),
         "too few blocks": [f"{swapped['tokens/s'] / again['tokens/s']:.2f}x"],
         "chats in turn": [
-            f"{chats['share']:.2f} of it", f"leaves {min(beside):.2f} of", f"{min(everywhere):.2f} to {max(everywhere):.2f}"
+            f"{chats['share']:.2f} of it", f"leaves {min(beside):.2f} of",
+            f"{min(everywhere):.2f} to {max(everywhere):.2f}",
         ],
         "8 prompts of": [f"{alike['shared']} tokens computed, not {alike['not shared']}"],
         "first token of a prompt": [

@@ -40,6 +40,12 @@ def generate(arguments: argparse.Namespace) -> int:
     max_new_tokens = integer("max_new_tokens", arguments.max_new_tokens, least=1, most=MOST_INDEX // 2)
     if arguments.system is not None and not arguments.chat:
         raise ValueError("--system is for --chat, where the model is told something before the question: give both.")
+    if arguments.chat and arguments.token_ids:
+        raise ValueError(
+            "--token-ids gives tokens as they are, and --chat makes them of a question: give one of the two."
+        )
+    if arguments.token_ids and not (arguments.prompt or arguments.prompts):
+        raise ValueError("--token-ids says how prompts are written: give some with --prompt or --prompts.")
     opened = open_model(arguments)
     tokens = _encode(arguments, opened, prompts)
     with jaxkv.Engine(

@@ -36,6 +36,21 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
+class TokenIds:
+    """Text that is numbers of tokens, for a model without a tokenizer or a reader who wants to see them."""
+
+    def encode(self, text: str) -> list[int]:
+        words = text.replace(",", " ").strip("[] \n").split()
+        if wrong := [word for word in words if not word.isdecimal()]:
+            raise ValueError(
+                f"With --token-ids a prompt is numbers such as 1,15043,29892, but it has {show(wrong[0])}."
+            )
+        return [int(word) for word in words]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
 @dataclasses.dataclass(frozen=True)
 class TextModel:
     """A model with its text.
@@ -69,11 +84,14 @@ def open_model(arguments: argparse.Namespace) -> TextModel:
     options |= {} if arguments.devices == 1 else {"mesh": _mesh(arguments.devices)}
     if arguments.model is None:
         model = jaxkv.models.small(**options)
-        return TextModel(model, ByteTokenizer(), read_sampling(arguments, {}, ""), model.config.eos_ids)
+        text = TokenIds() if getattr(arguments, "token_ids", False) else ByteTokenizer()
+        return TextModel(model, text, read_sampling(arguments, {}, ""), model.config.eos_ids)
     path = find_model(arguments.model)
     model = jaxkv.models.load(path, **options)
     where = f"{path / 'generation_config.json'}"
     sampling = read_sampling(arguments, open_checkpoint(path).read_generation() if path.is_dir() else {}, where)
+    if getattr(arguments, "token_ids", False):
+        return TextModel(model, TokenIds(), sampling, model.config.eos_ids)
     if model.config.byte_tokens:
         return TextModel(model, ByteTokenizer(), sampling, model.config.eos_ids)
     text = Tokenizer(path)

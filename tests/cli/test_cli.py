@@ -34,6 +34,20 @@ def test_generate_prints_one_prompt_as_it_is(capsys):
     assert capsys.readouterr().out.startswith("import ")
 
 
+def test_prompts_and_output_are_tokens(capsys):
+    told = ["generate", "--max-new-tokens", "3", "--temperature", "0", "--no-check"]
+    assert main([*told, "--token-ids", "--prompt", "[105, 109,112]"]) == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    assert main([*told, "--prompt", "imp"]) == 0
+    text = capsys.readouterr().out
+    assert line.startswith("[105, 109,112] ") and text.startswith("imp" + bytes(map(int, line.split()[2:])).decode())
+    for wrong, says in (
+        (["--prompt", "1 x"], "it has 'x'"), ([], "give some with --prompt"),
+        (["--chat", "--prompt", "1"], "one of the two"),
+    ):  # fmt: skip
+        assert main([*told, "--token-ids", *wrong]) == 2 and says in capsys.readouterr().err
+
+
 def test_many_prompts_come_from_a_file(tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("".join(f"x{i} = \n" for i in range(20)))

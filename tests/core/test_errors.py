@@ -404,3 +404,9 @@ def test_row_index_is_checked_when_the_cache_is_traced(cache):
         jax.jit(lambda c: c.token(3, 0))(cache)
     with pytest.raises(ValueError, match="gather inside jit needs max_len="):
         jax.jit(lambda c: jaxkv.gather(c, 0, layer=0))(cache)
+
+
+def test_attention_without_a_cache_names_what_attends_without_one():
+    x = jnp.ones((1, 2, 1, 8))
+    with pytest.raises(ValueError, match="not NoneType. Without a cache, as in training, call jax.nn.dot_product_att"):
+        jaxkv.attention(x, x, x, None, layer=0)

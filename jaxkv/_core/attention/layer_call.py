@@ -82,7 +82,8 @@ def find_layer(cache: Any, layer: Any) -> Layer:
             )
         return cache
     if not isinstance(cache, Cache):
-        raise ValueError(f"cache must be a jaxkv.Cache or one of its layers, not {type(cache).__name__}.")
+        dense = " Without a cache, as in training, call jax.nn.dot_product_attention." if cache is None else ""
+        raise ValueError(f"cache must be a jaxkv.Cache or one of its layers, not {type(cache).__name__}.{dense}")
     if layer is None:
         raise ValueError("layer must say which of the cache's layers is meant, unless one of cache.layers is given.")
     return cache.layer(layer)
