@@ -84,8 +84,8 @@ def open_model(arguments: argparse.Namespace) -> TextModel:
     options |= {} if arguments.devices == 1 else {"mesh": _mesh(arguments.devices)}
     if arguments.model is None:
         model = jaxkv.models.small(**options)
-        text = TokenIds() if getattr(arguments, "token_ids", False) else ByteTokenizer()
-        return TextModel(model, text, read_sampling(arguments, {}, ""), model.config.eos_ids)
+        codec: TextCodec = TokenIds() if getattr(arguments, "token_ids", False) else ByteTokenizer()
+        return TextModel(model, codec, read_sampling(arguments, {}, ""), model.config.eos_ids)
     path = find_model(arguments.model)
     model = jaxkv.models.load(path, **options)
     where = f"{path / 'generation_config.json'}"

@@ -86,8 +86,8 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
         if not await finish(requests, http):
             return PlainTextResponse("The client has gone.", 499)
         pairs = _list_samples(requests)
-        if error := next((sample.error for _, sample in pairs if sample.error), None):
-            return _refusal(JSONResponse, 500, "server_error", error)
+        if failed := [sample.error for _, sample in pairs if sample.error]:
+            return _refusal(JSONResponse, 500, "server_error", failed[0])
         choices = [
             {"index": i, **form.choice(request, sample), "finish_reason": finish_reason(sample)}
             for i, (request, sample) in enumerate(pairs)
