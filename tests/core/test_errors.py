@@ -408,5 +408,5 @@ def test_row_index_is_checked_when_the_cache_is_traced(cache):
 
 def test_attention_without_a_cache_names_what_attends_without_one():
     x = jnp.ones((1, 2, 1, 8))
-    with pytest.raises(ValueError, match="not NoneType. Without a cache, as in training, call jax.nn.dot_product_att"):
+    with pytest.raises(ValueError, match=r"not NoneType\. Without a cache, as in training, call jax\.nn\.dot"):
         jaxkv.attention(x, x, x, None, layer=0)
