@@ -62,17 +62,46 @@ def recur(
     return y.reshape(*token_axes, *y.shape[1:]), states
 
 
-def run_token(x: TokenInputs, state: jax.Array, *, transposed: bool) -> tuple[jax.Array, jax.Array]:
-    """Returns the output of one token of each row `[L, H, V]` and the states after it, each read once."""
+class TokenTerms(NamedTuple):
+    """What one token of each row brings to its states, besides the states themselves."""
+
+    gate: jax.Array  # [..., H, K or 1]
+    reads: tuple[jax.Array, ...]  # [..., H, K] each: what the states are multiplied by, gated: for the output, and k
+    k: jax.Array  # [..., H, K]
+    v: jax.Array  # [..., H, V]
+    beta: jax.Array | None  # [..., H, 1]
+    overlap: jax.Array  # [..., H, 1]: q times k
+
+
+def make_terms(x: TokenInputs) -> TokenTerms:
+    """Returns the terms of one token of each row."""
+    gate = jnp.exp(x.gate) if x.has_channel_gates else jnp.exp(x.gate)[..., None]
+    beta = None if x.beta is None else x.beta[..., None]
+    reads = (x.q * gate,) if beta is None else (x.q * gate, x.k * gate)
+    return TokenTerms(gate, reads, x.k, x.v, beta, (x.q * x.k).sum(-1, keepdims=True))
+
+
+def run_token(
+    x: TokenTerms, state: jax.Array, *, transposed: bool, by_vectors: bool = False
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns the output of one token of each row `[L, H, V]` and the states after it.
+
+    Args:
+      x: of `L` rows.
+      state: `[L, H, K, V]`; if `transposed`, `[L, H, V, K]`.
+      by_vectors: multiplies the states by one vector after another, in place. XLA for CPUs packs a matrix that is
+        multiplied by two, which takes longer. Can go when it packs no right operand of few rows.
+    """
     at = "lhvk" if transposed else "lhkv"
-    gate = jnp.exp(x.gate) if x.has_channel_gates else jnp.exp(x.gate)[..., None]  # [L, H, K or 1]
-    read = x.q[..., None, :] if x.beta is None else jnp.stack([x.q, x.k], axis=-2)
-    found = _product(f"lhak,{at}->lhav", read * gate[..., None, :], state)
-    u = x.v if x.beta is None else (x.v - found[..., 1, :]) * x.beta[..., None]
-    y = found[..., 0, :] + (x.q * x.k).sum(-1, keepdims=True) * u
+    if by_vectors:
+        found = [_product(f"lhk,{at}->lhv", read, state) for read in jax.lax.optimization_barrier(x.reads)]
+    else:
+        found = list(jnp.moveaxis(_product(f"lhak,{at}->lhav", jnp.stack(x.reads, axis=-2), state), -2, 0))
+    u = x.v if x.beta is None else (x.v - found[1]) * x.beta
+    y = found[0] + x.overlap * u
     if transposed:
-        return y, state * gate[..., None, :] + u[..., :, None] * x.k[..., None, :]
-    return y, state * gate[..., :, None] + x.k[..., :, None] * u[..., None, :]
+        return y, state * x.gate[..., None, :] + u[..., :, None] * x.k[..., None, :]
+    return y, state * x.gate[..., :, None] + x.k[..., :, None] * u[..., None, :]
 
 
 def run_chunk(x: TokenInputs, state: jax.Array, *, transposed: bool) -> tuple[jax.Array, jax.Array]:
@@ -127,7 +156,7 @@ def invert(lower: jax.Array) -> jax.Array:
     return inverse.reshape(lower.shape)
 
 
-Step = Callable[[TokenInputs, jax.Array], tuple[jax.Array, jax.Array]]
+Step = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def _decode(inputs: TokenInputs, states: jax.Array, batch: StateBatch, token: Step) -> tuple[jax.Array, jax.Array]:
@@ -138,28 +167,28 @@ def _decode(inputs: TokenInputs, states: jax.Array, batch: StateBatch, token: St
         assert batch.every is not None
         taken = valid & (batch.kv_lens % batch.every == 0)
         targets.append(batch.snapshot_targets(jnp.zeros_like(batch.slots), taken, num_slots))
-    inputs = _mask(inputs, valid)
+    terms = make_terms(_mask(inputs, valid))
 
-    def update_all_heads(inputs: TokenInputs, states: jax.Array, batch: StateBatch, targets: list[jax.Array]) -> Any:
-        y, state = token(inputs, read_slots(states, batch))
+    def update_all_heads(terms: TokenTerms, states: jax.Array, batch: StateBatch, targets: list[jax.Array]) -> Any:
+        y, state = token(terms, read_slots(states, batch))
         for slots in targets:
             states = states.at[slots].set(state.astype(states.dtype), mode="drop")
         return y, states
 
-    def update_some_heads(inputs: TokenInputs, states: jax.Array, batch: StateBatch, targets: list[jax.Array]) -> Any:
+    def update_some_heads(terms: TokenTerms, states: jax.Array, batch: StateBatch, targets: list[jax.Array]) -> Any:
         rows, heads, count = batch.slots.shape[0], states.shape[1], _count_heads(states)
 
         def body(states: jax.Array, part: Any) -> tuple[jax.Array, jax.Array]:
-            inputs, (slot, begins, targets), head = part
+            terms, (slot, begins, targets), head = part
             at = _Place(slot, head, count)
-            held = jax.lax.optimization_barrier(at.read(states))
-            before = jnp.where(begins, 0.0, held.astype(jnp.float32))
-            y, state = token(jax.tree.map(lambda x: x[None], inputs), before[None])
-            return _put(states, state[0], at, targets, held), y[0]
+            before = _read(states, at, begins)
+            y, state = token(jax.tree.map(lambda x: x[None], terms), before[None], by_vectors=True)
+            return _put(states, state[0], at, targets, before), y[0]
 
-        own = (jnp.clip(batch.slots, 0, num_slots - 1), batch.begins, targets)
+        # A row without tokens does not begin: it writes what it reads.
+        own = (jnp.clip(batch.slots, 0, num_slots - 1), batch.begins & (batch.query_lens > 0), targets)
         parts = (
-            jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[2:]), inputs),
+            jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[2:]), terms),
             jax.tree.map(lambda x: jnp.repeat(x, heads // count), own),
             jnp.tile(jnp.arange(0, heads, count, dtype=jnp.int32), rows),
         )
@@ -168,7 +197,7 @@ def _decode(inputs: TokenInputs, states: jax.Array, batch: StateBatch, token: St
 
     arrays = batch._replace(every=None)
     y, states = jax.lax.platform_dependent(
-        inputs, states, arrays, targets, cpu=update_some_heads, default=update_all_heads
+        terms, states, arrays, targets, cpu=update_some_heads, default=update_all_heads
     )
     return jnp.where(expand(valid, y.ndim), y, 0.0), states
 
@@ -226,7 +255,7 @@ def _prefill(
         return chunk(tokens_of(c, size), state)
 
     def run_one(c: _Chunks, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y, state = token(jax.tree.map(lambda x: x[:, 0], tokens_of(c, 1)), state)
+        y, state = token(make_terms(jax.tree.map(lambda x: x[:, 0], tokens_of(c, 1))), state)
         return jnp.pad(y[:, None], ((0, 0), (0, size - 1), (0, 0), (0, 0))), state
 
     def skip(c: _Chunks, state: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -308,7 +337,7 @@ def _put(
     `held` if that was read just now: a scatter, which can skip, copies the pool on a CPU, and so does a read between
     two writes."""
     new, at = state.astype(states.dtype), place.slot
-    value = place.read(states) if held is None else held
+    value = place.read(states) if held is None else held.astype(states.dtype)
     if len(targets) > 1:  # else XLA may compute both once more for the second write
         new, value = jax.lax.optimization_barrier((new, value))
     for target in targets:

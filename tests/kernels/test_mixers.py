@@ -186,6 +186,17 @@ def test_a_donated_pool_is_updated_in_place(name, layout):
     assert memory.temp_size_in_bytes < np.prod(pool.shape) * 4 / 2
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_cpu_multiplies_states_by_one_vector_after_another(platform):
+    """By two rows at a time XLA packs each state first, which takes longer than the products."""
+    mixer = MIXERS["delta"]
+    arrays, rows = mixer.arrays((4, 1)), batch(new=(1, 1, 1, 1), slots=(2, 5, 3, 1))
+    lowered = jax.jit(lambda arrays: run(mixer, arrays, rows)).trace(arrays).lower(lowering_platforms=(platform,))
+    products = [line.split("->")[-1] for line in lowered.as_text().splitlines() if "stablehlo.dot_general" in line]
+    wanted = ["tensor<1x4x6xf32>"] * 2 if platform == "cpu" else ["tensor<4x4x2x6xf32>"]
+    assert [line.split("loc")[0].strip() for line in products] == wanted
+
+
 def test_inverses_hold_where_keys_repeat():
     lower = jnp.tril(jnp.full((2, 64, 64), 1.9, jnp.float32), -1)
     product = invert(lower) @ (lower + jnp.eye(64, dtype=jnp.float32)[None])
