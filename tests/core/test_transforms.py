@@ -245,6 +245,8 @@ def test_shapes_are_computed_without_the_other_processes(monkeypatch):
     alone = jax.eval_shape(lambda: jaxkv.init(config, mesh=mesh))
     monkeypatch.setattr("jaxkv._core.cache.init.list_processes", lambda mesh: [0, 1])
     assert shapes_of(jax.eval_shape(lambda: jaxkv.init(config, mesh=mesh))) == shapes_of(alone)
+    for axes in ({"heads": None, "context": "model"}, {"heads": None, "rows": "model"}):
+        jax.eval_shape(lambda axes=axes: jaxkv.init(config, mesh=mesh, **axes))
     with pytest.raises(RuntimeError, match="processes that know each other"):
         jaxkv.init(config, mesh=mesh)
 

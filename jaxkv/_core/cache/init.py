@@ -71,10 +71,10 @@ def init(
             states=_init_states(config), config=config,
         )  # fmt: skip
     specs = partition_specs(config, mesh, heads, context, rows)
-    if len(processes := list_processes(mesh)) > 1:
-        if not is_tracing():  # shapes are computed without the other processes, of which there may be none
-            fields = dataclasses.astuple(config)  # all of them: `repr` leaves some out
-            check_agreement("init", f"{fields} {heads} {context} {rows} {mesh} {mesh.devices.ravel()}", processes)
+    # Shapes are computed without the other processes, of which there may be none.
+    if not is_tracing() and len(processes := list_processes(mesh)) > 1:
+        fields = dataclasses.astuple(config)  # all of them: `repr` leaves some out
+        check_agreement("init", f"{fields} {heads} {context} {rows} {mesh} {mesh.devices.ravel()}", processes)
         if rows is not None:
             raise ValueError("rows= is for a mesh of one process: give each process a cache of its own rows instead.")
     divided = [math.prod(mesh.shape[axis] for axis in p.kv if axis is not None) for p in specs.pools if p is not None]
@@ -90,7 +90,8 @@ def init(
     def laid(x: jax.Array) -> jax.Array:
         if rows is None:
             return put_replicated(x, on_mesh(PartitionSpec()))
-        return put_replicated(np.concatenate([np.atleast_1d(x)] * count), on_mesh(PartitionSpec(rows)))
+        maths: Any = jnp if is_tracing() else np  # nothing compiles
+        return put_replicated(maths.concatenate([maths.atleast_1d(x)] * count), on_mesh(PartitionSpec(rows)))
 
     tables, slots = jax.tree.map(laid, (_init_tables(shard, parts), _init_slots(shard)))
     lie = jax.tree.map(on_mesh, specs.states)
