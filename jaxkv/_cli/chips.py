@@ -21,6 +21,7 @@ class Chip:
       platform: "tpu" or "gpu", which determines the padding of head_dim.
       memory: bytes. memory_rate: bytes/s read from memory.
       peak: operations/s of the matrix units in bfloat16, without sparsity; additions count like multiplications.
+      host: devices of each host, where there are several.
       link: between the `reach` devices of a pod or host; network: between pods or hosts.
       source: origin of the figures.
     """
@@ -30,6 +31,7 @@ class Chip:
     memory: int
     memory_rate: float
     peak: float
+    host: int
     link: Link
     reach: int
     network: Link
@@ -43,19 +45,19 @@ CHIPS = {
     for chip in (
         # 400 GB/s of ICI both ways; 6.4 Tb/s of network for a pod.
         Chip(name="v5e", platform="tpu", memory=16 * 10**9, memory_rate=819e9, peak=197e12, link=Link("ICI", 200e9),
-             reach=256, network=Link("data centre network", 3.125e9), source="cloud.google.com/tpu/docs/v5e"),
+             host=4, reach=256, network=Link("data centre network", 3.125e9), source="cloud.google.com/tpu/docs/v5e"),
         # 800 GB/s of ICI both ways; 100 Gb/s of network a chip.
         Chip(name="v6e", platform="tpu", memory=32 * 10**9, memory_rate=1638e9, peak=918e12, link=Link("ICI", 400e9),
-             reach=256, network=Link("data centre network", 12.5e9),
+             host=4, reach=256, network=Link("data centre network", 12.5e9),
              source="cloud.google.com/tpu/docs/v6e and /tpu7x"),
         # A chip is two devices, each with half of 192 GiB, 7,380 GB/s, 2,307 TFLOP/s, 1,200 GB/s both ways, 100 Gb/s.
-        Chip(name="tpu7x", platform="tpu", memory=96 * 2**30, memory_rate=3690e9, peak=1153.5e12,
+        Chip(name="tpu7x", platform="tpu", memory=96 * 2**30, memory_rate=3690e9, peak=1153.5e12, host=8,
              link=Link("ICI", 300e9), reach=2 * 9216, network=Link("data centre network", 6.25e9),
              source="cloud.google.com/tpu/docs/tpu7x, half a chip"),
         Chip(name="h100", platform="gpu", memory=80 * 10**9, memory_rate=3.35e12, peak=989e12, link=NVLINK, reach=8,
-             network=INFINIBAND, source="NVIDIA's data sheets of the H100 SXM and the DGX H100"),
+             host=8, network=INFINIBAND, source="NVIDIA's data sheets of the H100 SXM and the DGX H100"),
         Chip(name="h200", platform="gpu", memory=141 * 10**9, memory_rate=4.8e12, peak=989e12, link=NVLINK, reach=8,
-             network=INFINIBAND, source="NVIDIA's data sheets of the H200 SXM and the DGX H200"),
+             host=8, network=INFINIBAND, source="NVIDIA's data sheets of the H200 SXM and the DGX H200"),
     )
 }  # fmt: skip
 

@@ -89,6 +89,11 @@ class Report:
         return decode_step(self.model, self.devices, self.best, self.memory.weights)
 
     @property
+    def hosts(self) -> int | None:
+        """Number of hosts that have the devices; None for a chip that is not named."""
+        return None if self.chip is None else -(-self.devices.count // self.chip.host)
+
+    @property
     def _whole(self) -> Any:
         """Config with all heads, including those of other devices."""
         config = self.best.config
@@ -145,7 +150,8 @@ def as_json(report: Report) -> dict[str, Any]:
                   "top_k": None if model.index is None else model.index.top_k},
         "memory": {"total": memory.total, "weights": memory.weights, "weights_from": memory.source,
                    "cache": memory.cache, "rest": memory.rest},
-        "devices": {"count": devices.count} | dataclasses.asdict(devices) | {"moved_per_step": report.step.sent},
+        "devices": {"count": devices.count} | dataclasses.asdict(devices)
+        | {"hosts": report.hosts, "moved_per_step": report.step.sent},
         "chip": None if report.chip is None else dataclasses.asdict(report.chip),
         "each_device": held(report),
         "step": step_as_json(report.step, report.chip),
@@ -365,5 +371,18 @@ def _over(report: Report) -> str:
     rows = report.best.rows * devices.data
     return (
         f"Each device holds {holds}; a decode step of {rows} rows in bfloat16 makes it "
-        f"{sent if report.step.sent else 'send nothing'}. {how}"
+        f"{sent if report.step.sent else 'send nothing'}. {how}{_over_hosts(report)}"
+    )
+
+
+def _over_hosts(report: Report) -> str:
+    """Says on how many hosts the devices are, and what runs there."""
+    if report.chip is None or report.hosts in (None, 1):
+        return ""
+    group = report.devices.tensor * report.devices.context
+    over = -(-group // report.chip.host)
+    who = "each serves its own rows" if over == 1 else f"of {over} one submits requests, the others engine.follow()"
+    return (
+        f" The devices are on {report.hosts} hosts of {report.chip.host}: run the program on each, with "
+        f"jaxkv.distributed.initialize() first; {who}."
     )

@@ -203,7 +203,7 @@ def test_rows_and_contexts_over_devices(folder, capsys):
     (one, option), (many, options) = found("2", "3MB"), found("2x3", "3MB")
     assert many["each_device"] == one["each_device"] and options["bytes"] == option["bytes"]
     assert all(options[name] == 3 * option[name] for name in ("rows", "full_rows", "tokens"))
-    assert many["devices"] == {"count": 6, "tensor": 2, "data": 3, "context": 1} | {
+    assert many["devices"] == {"count": 6, "tensor": 2, "data": 3, "context": 1, "hosts": None} | {
         "moved_per_step": one["devices"]["moved_per_step"]
     }
     assert many["step"]["rows"] == 3 * one["step"]["rows"] == options["rows"]
@@ -264,6 +264,7 @@ def test_a_chip_says_what_a_step_takes(folder, capsys):
     assert max(map(len, table)) <= 100 and all("ICI, 200 GB/s" in line for line in table[-3:])
     assert run(folder, *told, "--json") == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["devices"]["hosts"] == 2  # of four devices each, which have a part of the rows to themselves
     assert found["memory"]["total"] == 16 * 10**9 and found["chip"]["link"] == {"name": "ICI", "rate": 200e9}
     step = found["step"]
     assert step["sent_over"] == {"ICI": step["sent"]} and step["rows"] == 32
