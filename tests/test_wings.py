@@ -16,7 +16,8 @@ WINGS = (
     "jaxkv._core.config", "jaxkv._core.state", "jaxkv._core.cache", "jaxkv._core.blocks", "jaxkv._core.attention",
     "jaxkv._products", "jaxkv._files", "jaxkv._tiers", "jaxkv._copies", "jaxkv._drop_in", "jaxkv._layers",
     "jaxkv.convert", "jaxkv.distributed", "jaxkv.scores", "jaxkv.linen", "jaxkv.nnx",
-    "jaxkv._engine.requests", "jaxkv._engine.programs", "jaxkv._engine.runner", "jaxkv._engine.frontend",
+    "jaxkv._engine.requests", "jaxkv._engine.programs", "jaxkv._engine.runner", "jaxkv._engine.hosts",
+    "jaxkv._engine.frontend",
     "jaxkv.hooks", "jaxkv.tunix", "jaxkv.models", "jaxkv.text", "jaxkv.testing", "jaxkv._names", "jaxkv", "jaxkv._cli",
     "jaxkv.__main__",
 )  # fmt: skip

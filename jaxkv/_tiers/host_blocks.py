@@ -163,5 +163,12 @@ def pad(blocks: np.ndarray) -> np.ndarray:
 
 
 def _pick(places: np.ndarray, x: Any) -> Any:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # each process picks from its own shards
+        return _picker(x.sharding)(jax.device_put(x, jax.memory.Space.Device), places)
     picked = np.asarray(x)[places]
     return jax.device_put(picked, x.sharding) if isinstance(x, jax.Array) else picked
+
+
+@functools.lru_cache(maxsize=16)
+def _picker(sharding: jax.sharding.Sharding) -> Any:
+    return jax.jit(lambda x, places: x[places], out_shardings=sharding)

@@ -20,7 +20,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.arguments import distinct_rows, read_numbers, row_indices, row_mask
 from jaxkv._core.state.columns import rows_entries
 from jaxkv._core.state.head_rows import row_tables
-from jaxkv._core.state.multihost import check_local, place_like
+from jaxkv._core.state.multihost import place_like
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._tiers.host_blocks import HostBlocks, pad
 from jaxkv._tiers.host_room import are_empty, find_blocks_of, find_held_blocks, make_room, may_share
@@ -30,7 +30,8 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     """Moves rows to host memory and frees them. Not for use inside `jit`: the amount to move depends on data.
 
     The blocks of all rows go in one transfer per layer, to pinned memory where the platform has it. A block that
-    several rows share is moved once, and shared again when they come back.
+    several rows share is moved once, and shared again when they come back. Of a cache on devices of several processes,
+    all of which must call this, each keeps its own devices' shards.
 
     Args:
       rows: `bool[S]`, a row index or a list of them.
@@ -60,7 +61,6 @@ def swap_out_rows(cache: Cache, rows: Any, *, with_snapshots: bool) -> tuple[Cac
     rows = read_numbers("rows", rows)
     if isinstance(rows, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
         raise ValueError("swap_out cannot be part of jit: how much there is to move is data. Call it between steps.")
-    check_local(cache.pools, "swap_out")
     moved, config = _row_list(cache, rows), cache.config
     tables = jax.device_get(cache.tables)
     parts: list[Pool | None] = [None] * cache.num_layers

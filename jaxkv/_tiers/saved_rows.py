@@ -1,6 +1,8 @@
 """Reads rows of a saved cache on demand, as blocks in host memory for `swap_in`."""
 
+import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +17,18 @@ from jaxkv._files.multihost_file import open_saved
 from jaxkv._files.rows import check_layers, held_rows, lay_blocks, read_source, saved_states
 from jaxkv._tiers.host_blocks import HostBlocks
 from jaxkv._tiers.host_tier import make_host
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRow:
+    """A row of a file, read when it is called."""
+
+    path: pathlib.Path
+    row: int
+    read: Callable[[], HostBlocks]
+
+    def __call__(self) -> HostBlocks:
+        return self.read()
 
 
 class SavedRows:
@@ -33,8 +47,8 @@ class SavedRows:
         """Raises CacheFileError unless a cache of this config can hold the rows."""
         check_layers(self.path, self.saved.config, config)
 
-    def row(self, row: int, config: CacheConfig) -> Callable[[], HostBlocks] | None:
-        """Returns a function that reads a row for a cache of this config; None if its blocks need lost tokens."""
+    def row(self, row: int, config: CacheConfig) -> SavedRow | None:
+        """Returns what reads a row for a cache of this config; None if its blocks need lost tokens."""
         own = np.array([row])
         held = [held_rows(self.saved, self._tensors, g, own) for g in range(len(self.saved.groups))]
         try:
@@ -43,7 +57,8 @@ class SavedRows:
             return None
         held = fill_blocks(held, self.saved.groups, plans, config)
         states = saved_states(self._tensors, config, own)
-        return functools.partial(_read, self._tensors, config, self.saved.lengths[row], held, plans, states)
+        length = self.saved.lengths[row]
+        return SavedRow(self.path, row, functools.partial(_read, self._tensors, config, length, held, plans, states))
 
 
 def _read(

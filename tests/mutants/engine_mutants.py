@@ -251,7 +251,7 @@ MUTANTS = {
     ),
     "whose draws they are is not saved": (
         "test_a_request_with_a_seed_of_its_own_draws_the_same_whatever_came_before",
-        Plant("Resumable._request_of", "choice.get('draws')", "None"),
+        Plant("read_request", "choice.get('draws')", "None"),
     ),
     "what is spilled lies on the axis for contexts": (
         "test_a_mesh_with_an_axis_for_contexts_alone",

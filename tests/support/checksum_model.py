@@ -96,6 +96,32 @@ class Several(Checksum):
         return jax.nn.one_hot(total % VOCAB, VOCAB), cache
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Divided(Checksum):
+    """Stores tokens and positions in each of `heads` heads, and reads all of them: of what devices share, none may
+    miss."""
+
+    heads: int = dataclasses.field(default=4, kw_only=True)
+
+    @property
+    def layer_configs(self):
+        return tuple(dataclasses.replace(layer, num_kv_heads=self.heads) for layer in super().layer_configs)
+
+    def __call__(self, tokens, *, cache, logits_at):
+        values = jaxkv.positions(cache, tokens.shape)
+        rows, position = jnp.arange(cache.config.max_seqs)[:, None], jnp.arange(LONGEST)[None]
+        total = jnp.zeros(cache.config.max_seqs, jnp.int32)
+        for layer, window in enumerate(self.windows):
+            k, v = (jnp.repeat(x.astype(jnp.float32)[..., None, None], self.heads, -2) for x in (tokens, values))
+            cache = jaxkv.write(cache, k, v, layer=layer)
+            k, v = (x[..., 0].astype(jnp.int32) for x in cache.read(layer, rows, position))
+            end = cache.lengths[:, None]
+            seen = ((position < end) & is_seen(position, end, window))[..., None]
+            total += jnp.sum(jnp.where(seen, (k + 1) * weight(layer, v), 0), axis=(1, 2), dtype=jnp.int32) // self.heads
+        return jax.nn.one_hot(total % VOCAB, VOCAB)[: logits_at.shape[0]], cache
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Placed:

@@ -8,6 +8,7 @@ import time
 
 import jax
 import numpy as np
+from checksum_model import Checksum, Divided, Placed, continuation
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
@@ -70,25 +71,60 @@ def everything(mesh, folder, process):
             call()
         except (ValueError, OSError) as error:
             say(name, f"{type(error).__name__} {error}")
-    for function in (lambda: jaxkv.swap_out(cache, 0), lambda: jaxkv.send(cache, 0, to=cache)):
-        try:
-            function()
-        except ValueError as error:
-            say("refused", error)
+    try:
+        jaxkv.send(cache, 0, to=cache)
+    except ValueError as error:
+        say("refused", error)
+    row = int(np.argmax(cache.lengths))
+    empty, host = jaxkv.swap_out(cache, row)  # each process keeps its own shards
+    say("swapped", int(empty.lengths[row]) == 0 < host.num_tokens and tables(jaxkv.swap_in(empty, row, host)) != [])
     say("kept", jaxkv.describe(folder / "two").metadata)
+    serve_together(mesh, folder, process)
     if process == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     after(cache, range(9, 10**6))  # until the watch ends it
 
 
+def serve_together(mesh, folder, process):
+    """One engine of both processes, whose devices have a head each."""
+    engine = jaxkv.Engine(placed(Divided((None,)))(mesh), **ENGINE)
+    if process:
+        try:
+            engine.submit([1], 2)
+        except RuntimeError as error:
+            say("not here", error)
+        engine.follow()
+        say("followed", engine)
+        return
+    requests = [engine.submit(prompt, 12) for prompt in PROMPTS]
+    heard = []
+
+    def leave(request, token):
+        heard.append(token)
+        request.cancel()
+
+    left = engine.submit([9, 9], 12, on_token=leave)
+    for _ in range(5):
+        engine.step()
+    (folder / "served").mkdir()
+    engine.save(folder / "served" / "engine")
+    requests[1].cancel()
+    say("cancelled", requests[1].ended)
+    requests[1] = engine.submit(PROMPTS[1], 12)
+    channel, sent = engine._loop.channel, engine._loop.channel.num_bytes
+    engine.step()
+    say("bytes", channel.num_bytes - sent)
+    for _ in engine.run():
+        pass
+    say("left", left.ended == "cancelled" and heard == [continuation((None,), [9, 9], 1, None)[0], None])
+    say("tokens", [request.tokens for request in requests])
+    engine.close()
+
+
 def served(folder, process):
     """An engine in each process, on a mesh of all devices, serves what is submitted there; one is killed at work."""
-    model, devices = placed(), np.array(jax.devices())
+    model, devices = placed(Checksum((None,))), np.array(jax.devices())
     engine = jaxkv.Engine(model(Mesh(devices, ("data",))), **ENGINE)
-    try:  # each part in both processes
-        jaxkv.Engine(model(Mesh(devices.reshape(2, 2).T, ("data", "model"))), **ENGINE)
-    except ValueError as error:
-        say("refused", error)
     held = {d.id for x in jax.tree.leaves(engine.cache) for d in x.devices()}
     say("engine", [len(engine._loops), held == {d.id for d in jax.local_devices()}])
     requests = [engine.submit([process, *prompt], 12) for prompt in PROMPTS]
@@ -103,13 +139,9 @@ def served(folder, process):
     time.sleep(60)  # until the watch ends it
 
 
-def placed():
+def placed(model):
     """What makes a model on a mesh."""
-    from checksum_model import Checksum, Placed
-
-    return lambda mesh: Placed(
-        put_replicated(np.zeros((), np.float32), NamedSharding(mesh, PartitionSpec())), Checksum((None,))
-    )
+    return lambda mesh: Placed(put_replicated(np.zeros((), np.float32), NamedSharding(mesh, PartitionSpec())), model)
 
 
 def many(mesh, folder, last):

@@ -32,7 +32,12 @@ def take_shard(x: jax.Array, i: int, *, mesh: Mesh, axis: str) -> jax.Array:
         place = SingleDeviceSharding(devices.item())
     shape = (x.shape[0] // mesh.shape[axis], *x.shape[1:]) if divided else x.shape
     held = {shard.device: shard.data for shard in x.addressable_shards}
-    return jax.make_array_from_single_device_arrays(shape, place, [held[device] for device in devices.flat])
+    return _assemble(shape, place, devices, held)
+
+
+def _assemble(shape: tuple[int, ...], place: Sharding, devices: np.ndarray, held: dict[Any, jax.Array]) -> jax.Array:
+    """Returns an array of what this process has of it on some of the devices."""
+    return jax.make_array_from_single_device_arrays(shape, place, [held[d] for d in devices.flat if d in held])
 
 
 def describe_array(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -52,8 +57,8 @@ def join_shards(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Arra
 
 
 def split_model(model: Any, axis: str = AXIS) -> list[Any]:
-    """Returns a model's replica for each device of the mesh axis for rows, of this process; the model itself if there
-    is no such axis, or it has one device.
+    """Returns a model's replica for each device of the mesh axis for rows that this process has; the model itself if
+    there is no such axis, or it has one device.
 
     Raises:
       ValueError: a parameter is divided over the axis.
@@ -73,11 +78,11 @@ def split_model(model: Any, axis: str = AXIS) -> list[Any]:
 
 
 def take_local_model(model: Any, axis: str = AXIS) -> Any:
-    """Returns a model of several processes as it is on this process's devices along the axis for rows; the model
-    itself if all of it is here, or there is no such axis.
+    """Returns a model of several processes as it is on this process's shards of the axis for rows; the model itself if
+    all of it is here, or there is no such axis.
 
     Raises:
-      ValueError: each shard of the axis has devices of other processes; a parameter is divided over the axis.
+      ValueError: shards have different processes beside this one; a parameter is divided over the axis.
     """
     mesh = find_mesh(model, axis)
     if mesh is None or mesh.shape[axis] == 1 or list_processes(mesh) == [jax.process_index()]:
@@ -93,7 +98,7 @@ def take_local_model(model: Any, axis: str = AXIS) -> Any:
         _check_whole(x, axis)
         held = {shard.device: shard.data for shard in x.addressable_shards}
         place = NamedSharding(here, x.sharding.spec)
-        return jax.make_array_from_single_device_arrays(x.shape, place, [held[d] for d in here.devices.flat])
+        return _assemble(x.shape, place, here.devices, held)
 
     return jax.tree.map(part, model)
 
@@ -105,13 +110,15 @@ def count_model_shards(model: Any, axis: str = AXIS) -> int:
 
 
 def _local_shards(mesh: Mesh, axis: str) -> list[int]:
-    """Returns the shards of the axis without devices of other processes."""
+    """Returns the shards of the axis that this process has to itself, or together with the same other processes."""
     parts = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)
-    own = [i for i, devices in enumerate(parts) if all(d.process_index == jax.process_index() for d in devices)]
-    if not own:
+    owners = [{device.process_index for device in devices} for devices in parts]
+    own = [i for i, processes in enumerate(owners) if jax.process_index() in processes]
+    if any(owners[i] != owners[own[0]] for i in own):
         raise ValueError(
-            f"Process {jax.process_index()} has no part of the mesh axis {axis!r} to itself, and an Engine serves in "
-            "each process by itself: let the devices of each part of it be of one process."
+            f"Process {jax.process_index()} shares parts of the mesh axis {axis!r} with different processes, and an "
+            "Engine is of the same ones in all its parts: let the devices of each part be of one process, or all parts "
+            "of the same ones."
         )
     return own
 

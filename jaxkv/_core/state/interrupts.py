@@ -1,12 +1,16 @@
 """What keeps state whole when a call is cut off: by Ctrl-C, or by any exception between two instructions of Python.
 
 Python may raise a KeyboardInterrupt anywhere. So state on the host is a transaction, computed first and assigned last.
-Three things cannot be had so, and are here. A donated array is gone before its successor is assigned. State that is
-derived from other state is changed in many instructions. A lock could stay closed.
+Four things cannot be had so, and are here. A donated array is gone before its successor is assigned. State that is
+derived from other state is changed in many instructions. A lock could stay closed. Other processes go on with a step.
 """
 
 import collections
+import contextlib
 import operator
+import signal
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 MOST_NUMBERS = 2**62
@@ -74,3 +78,28 @@ class Numbers:
     def next(self) -> int:
         """The number that `take` returns next, unless another thread takes it."""
         return self._end - operator.length_hint(self._left)
+
+
+@contextlib.contextmanager
+def hold_back_interrupts() -> Iterator[None]:
+    """Has the first Ctrl-C wait until the context ends; a second one is raised at once.
+
+    Python raises it in the main thread alone, so any other thread has nothing to hold back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, frame: Any) -> None:
+        held.append(number)
+        if len(held) > 1 and callable(before):
+            before(number, frame)
+
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+        if held:
+            signal.raise_signal(signal.SIGINT)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed  # the store has no public API
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxkv._core.config.validation import is_tracing
 
@@ -35,6 +35,12 @@ def coordinator_store() -> Any:
 def list_processes(mesh: Mesh) -> list[int]:
     """Returns the processes that own a mesh's devices."""
     return sorted({device.process_index for device in mesh.devices.flat})
+
+
+def find_shared_placement(mesh: Mesh | None) -> NamedSharding | None:
+    """Returns the sharding of arrays that are whole on all devices of a mesh of several processes; None for any other
+    mesh."""
+    return NamedSharding(mesh, PartitionSpec()) if mesh is not None and len(list_processes(mesh)) > 1 else None
 
 
 def exchange(what: str, said: str, processes: Iterable[int]) -> list[str]:
@@ -86,12 +92,16 @@ def check_agreement(what: str, said: str, processes: Iterable[int]) -> None:
         )
 
 
-def put_replicated(x: Any, sharding: Sharding) -> jax.Array:
-    """Puts an array, equal in all processes, on the devices of all, without communication."""
-    if sharding.is_fully_addressable or is_tracing():
-        return jax.device_put(x, sharding)
-    x = np.asarray(x)
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+def put_replicated(tree: Any, sharding: Sharding | None) -> Any:
+    """Puts the arrays of a pytree, equal in all processes, on the devices of all, without communication. With None they
+    are put where JAX puts arrays."""
+    if sharding is None or sharding.is_fully_addressable or is_tracing():
+        return jax.device_put(tree, sharding)
+
+    def put(x: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(put, jax.tree.map(np.asarray, tree))
 
 
 def place_like(x: Any, own: Any) -> Any:
@@ -109,6 +119,55 @@ def place_like(x: Any, own: Any) -> Any:
         return jax.device_put(x, jax.memory.Space.Device) if is_there else put_replicated(x, own.sharding)
     # A committed array stays committed wherever JAX puts it, unless it goes through the host.
     return jax.device_put(np.asarray(x)) if isinstance(x, np.ndarray) or x.committed else x
+
+
+def read_own_part(tree: Any) -> Any:
+    """Returns the arrays of a pytree on the host: of those on devices of several processes what this one has."""
+    if is_local(tree):
+        return jax.device_get(tree)
+
+    def read(x: Any) -> np.ndarray:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return np.asarray(x)
+        part = None
+        for shard in x.addressable_shards:
+            shape, place = _find_place(shard.index, x.sharding, x.shape)
+            part = np.empty(shape, x.dtype) if part is None else part
+            part[place] = shard.data
+        assert part is not None  # this process has a device of them
+        return part
+
+    return jax.tree.map(read, tree)
+
+
+def put_own_part(tree: Any, own: Any) -> Any:
+    """Returns blocks `[n, ...]`, as `read_own_part` returned them, on the devices of those in `own`, with which they
+    are of one shape. What is there already, or whole in every process, stays as it is."""
+    if is_local(own):
+        return tree
+
+    def put(part: Any, x: jax.Array) -> Any:
+        if isinstance(part, jax.Array) or x.is_fully_replicated:
+            return part
+        shape = (part.shape[0], *x.shape[1:])
+        return jax.make_array_from_callback(
+            shape, x.sharding, lambda index: part[_find_place(index, x.sharding, shape)[1]]
+        )
+
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, map(put, leaves, jax.tree.leaves(own)))
+
+
+def _find_place(index: Any, sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[slice, ...]]:
+    """Returns the shape of all shards that this process has of an array, and where the shard `index` is in it."""
+    held, place = [], []
+    shards = sharding.addressable_devices_indices_map(shape).values()
+    for axis, size in enumerate(shape):
+        ranges = sorted({s[axis].indices(size)[:2] for s in shards if s is not None})
+        first, width = ranges.index(index[axis].indices(size)[:2]), ranges[0][1] - ranges[0][0]
+        held.append(len(ranges) * width)
+        place.append(slice(first * width, (first + 1) * width))
+    return tuple(held), tuple(place)
 
 
 def is_local(tree: Any) -> bool:

@@ -183,6 +183,14 @@ def replicate(x: jax.Array) -> jax.Array:
     return x if mesh.empty else _reshard(x, WHOLE, mesh)
 
 
+def share(tree: Any, place: NamedSharding | None) -> Any:
+    """Returns the arrays of a pytree whole on every device of `place`, so that each of several processes can read them.
+    With None, as they are."""
+    if place is None:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(replicate(x), place), tree)
+
+
 def shard_shapes(pool: Pool) -> dict[str, Any]:
     """Returns the shapes of a pool that kernels get; each device's run if the tokens of blocks are divided."""
     shards = find_pool_mesh(pool)

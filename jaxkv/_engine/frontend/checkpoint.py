@@ -4,30 +4,22 @@ The file is that of a saved cache (see `_files/format`), checked and replaced in
 requests. Saved rows need not be computed again; all other state follows from the requests.
 """
 
-import dataclasses
 import functools
 import os
-from collections.abc import Collection
 from typing import Any
 
-import jax
-import numpy as np
-
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import MOST_INDEX, flag, integer
+from jaxkv._core.config.validation import integer
 from jaxkv._core.state.errors import CacheFileError
 from jaxkv._core.state.interrupts import Numbers
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
 from jaxkv._engine.frontend.request_reader import RequestReader
-from jaxkv._engine.requests.hook_args import HookArgs, from_json
+from jaxkv._engine.hosts.lockstep import LockstepCores
+from jaxkv._engine.requests.entries import read_request, render_request
 from jaxkv._engine.requests.request import Request
-from jaxkv._engine.requests.sampling import SamplingParams
 from jaxkv._engine.requests.scheduler import Sequence
-from jaxkv._engine.requests.stops import IdStops, TextStops, read_stops
-from jaxkv._engine.requests.submission import read_eos, read_keep_prefix, read_salt, read_stop
+from jaxkv._engine.requests.stops import TextStops
 from jaxkv._engine.runner.engine_core import EngineCore, make_sequence
-from jaxkv._engine.runner.fingerprint import fingerprint
-from jaxkv._files.rows import save
 from jaxkv._tiers.saved_rows import SavedRows
 
 KEY, VERSION = "engine", 1
@@ -37,7 +29,7 @@ class Resumable:
     """An engine's `save` and `load`."""
 
     config: CacheConfig
-    _loop: EngineCore | DataParallelCores
+    _loop: EngineCore | DataParallelCores | LockstepCores
     _loops: list[EngineCore]
     _reader: RequestReader
     _exclusive: Any
@@ -71,7 +63,7 @@ class Resumable:
             number = self._loops[0].residents.config.max_seqs
             rows = {s: i * number + s.row for i, s in running if s.row is not None}
             places = {sequence: place for place, sequence in enumerate(rows)}
-            open_ = {request: s for loop in self._loops for request, s in loop.open.items()}
+            open_ = {request.origin: s for loop in self._loops for request, s in loop.open.items()}
             for request in open_:
                 if any(isinstance(stops, TextStops) for stops in request.search.stops):
                     raise ValueError(
@@ -80,12 +72,12 @@ class Resumable:
                     )
             if len(self._loops) > 1:
                 open_ = dict(sorted(open_.items(), key=lambda item: item[0].number))  # in the order of submission
-            leaders = {f.request: s.request.number for s in open_.values() for f in s.followers}
+            leaders = {f.request.origin: r.number for r, s in open_.items() for f in s.followers}
             told = [r for r in self._reader.news if r not in open_ and r.has_news]
-            entries = [_render(r, None, None, self._reader.hook_args) for r in told]
-            entries += [_render(r, places.get(s), leaders.get(r), self._reader.hook_args) for r, s in open_.items()]
+            entries = [self._render(r, None, None) for r in told]
+            entries += [self._render(r, places.get(s), leaders.get(r)) for r, s in open_.items()]
             state = {"version": VERSION, "next": self._reader.numbers.next, "requests": entries}
-            save(path, self._loop.cache, list(rows.values()), model=self._model, metadata={KEY: state})
+            self._loop.save(os.fspath(path), list(rows.values()), self._model, {KEY: state})
 
     def load(self, path: str | os.PathLike) -> list[Request]:
         """Resumes the requests that `save` of an engine wrote, with the same tokens.
@@ -139,7 +131,10 @@ class Resumable:
         leaders: list[tuple[Sequence, int]] = []
         try:
             for entry in state["requests"]:
-                request = self._request_of(entry)
+                request = read_request(
+                    entry, self._reader.hook_args, read_adapter=self._reader.read_adapter, news=self._reader.news,
+                    engine=self._reader.engine,
+                )  # fmt: skip
                 request.prompt = prompts.setdefault(tuple(request.prompt), request.prompt)  # samples share one
                 requests.append(request)
                 if request.done:
@@ -169,41 +164,6 @@ class Resumable:
         # Sequences with a row first: admitted ones stay ahead of waiting ones.
         return first, requests, sorted(by_number.values(), key=lambda s: s.host is None)
 
-    def _request_of(self, entry: dict[str, Any]) -> Request:
-        kind, salt = entry["salt"]
-        choice = entry["choice"]
-        request = Request(
-            number=integer("number", entry["number"], least=0), prompt=_tokens(entry["prompt"]),
-            limit=integer("limit", entry["limit"], least=0), eos=read_eos(entry["eos"]),
-            choice=SamplingParams.read(
-                choice["temperature"], choice["top_k"], choice["top_p"], choice.get("min_p", 0.0), choice["seed"],
-                choice.get("draws"),
-            ),
-            salt=read_salt(bytes.fromhex(salt) if kind == "bytes" else salt),
-            num_logprobs=_read_num_logprobs(entry["num_logprobs"]), news=self._reader.news,
-            engine=self._reader.engine, priority=integer("priority", entry.get("priority", 0), least=None, most=None),
-            hook_args=self._reader.hook_args.read(from_json(entry.get("hook_args"))),
-            keep_prefix=read_keep_prefix(entry.get("keep_prefix", True)),
-            adapter=self._reader.read_adapter(entry.get("adapter", 0)),
-            stops=read_stops(entry.get("stop", []), None, ()),
-            include_stop=flag("include_stop", entry.get("include_stop", False)), is_scored="scores" in entry,
-        )  # fmt: skip
-        if request.scores is not None:
-            request.scores.note(0, np.array(list(map(float, entry["scores"])), np.float32))
-        request.output = _tokens(entry["tokens"])
-        request.times.tokens = [request.times.submitted] * len(request.output)
-        request.output_logprobs = [{int(tables): float(p) for tables, p in pairs} for pairs in entry["logprobs"]]
-        request.given = integer("given", entry["given"], least=0, most=len(request.output))
-        request.stopped, request.refusal = read_stop(entry["stopped"]), entry.get("refusal")
-        if (token := entry.get("stop_token")) is not None:
-            logprob = entry["stop_logprob"]
-            request.stop = _tokens([token])[0], None if logprob == "None" else float(logprob)
-        if request.search.stops and not request.done:
-            request.look_for_stops()
-        if not request.prompt or len(request.output) > request.limit:
-            raise ValueError("a request has no prompt, or more tokens than its limit")
-        return request
-
     def _problem(self, request: Request) -> str | None:
         if request.done:
             return None
@@ -213,43 +173,13 @@ class Resumable:
         tokens, left = [*request.prompt, *request.output], max(request.limit - len(request.output), 1)
         return self._reader.find_problem(tokens, left)
 
+    def _render(self, request: Request, row: int | None, leader: int | None) -> dict[str, Any]:
+        return render_request(request, self._reader.hook_args) | {"row": row, "leader": leader}
+
     @functools.cached_property  # the engine's parameters stay as they are
     def _model(self) -> str | None:
-        pipeline = self._loops[0].pipeline
-        pipeline.refuse_donated()
-        return fingerprint(jax.tree.unflatten(pipeline.structure, pipeline.leaves))
+        return self._loop.name_model()
 
 
 class _Wrong(Exception):
     """Raised when the file does not hold an engine's state."""
-
-
-def _render(request: Request, row: int | None, leader: int | None, hook_args: HookArgs) -> dict[str, Any]:
-    salt, scores = request.salt, request.prompt_logprobs
-    return {
-        "number": request.number, "prompt": request.prompt, "limit": request.limit,
-        "tokens": request.tokens if request.done else request.output,
-        "choice": dataclasses.asdict(request.choice), "eos": sorted(request.eos),
-        "salt": ["bytes", salt.hex()] if isinstance(salt, bytes) else ["str", salt],
-        "num_logprobs": CHOSEN.get(request.num_logprobs, request.num_logprobs), "given": request.given,
-        "stopped": request.stopped, "refusal": request.refusal, "stop_token": request.stop_token,
-        "stop_logprob": repr(request.stop_logprob),
-        "priority": request.priority, "hook_args": hook_args.to_json(request.hook_args),
-        "keep_prefix": request.keep_prefix, "adapter": request.adapter, "include_stop": request.search.is_included,
-        "stop": [list(stop) for stops in request.search.stops if isinstance(stops, IdStops) for stop in stops.stops],
-        # As text, since JSON has neither keys that are numbers nor infinities.
-        "logprobs": [[[token, repr(p)] for token, p in pairs.items()] for pairs in request.output_logprobs],
-        "row": row, "leader": leader, **({} if scores is None else {"scores": list(map(repr, scores.tolist()))}),
-    }  # fmt: skip
-
-
-CHOSEN = {None: 0, 0: -1}  # what files say where no number of likeliest tokens is kept: nothing is, or the chosen ones
-
-
-def _read_num_logprobs(said: Any) -> int | None:
-    number = integer("logprobs", said, least=-1)
-    return next((wanted for wanted, name in CHOSEN.items() if name == number), number)
-
-
-def _tokens(several: Collection[Any]) -> list[int]:
-    return [integer("a token", token, least=0, most=MOST_INDEX) for token in several]

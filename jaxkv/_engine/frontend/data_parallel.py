@@ -23,6 +23,7 @@ from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._engine.runner.engine_core import EngineCore, make_sequence
+from jaxkv._files.rows import save
 
 
 class DataParallelCores:
@@ -99,6 +100,14 @@ class DataParallelCores:
                 least += [sequence, *sequence.followers]
         for loop, share in zip(self.loops, shares, strict=True):
             loop.adopt(share)
+
+    def save(self, path: str, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
+        """Writes rows of the caches, numbered one cache after another, to a file, as `jaxkv.save`."""
+        save(path, self.cache, rows, model=model, metadata=metadata)
+
+    def name_model(self) -> str | None:
+        """Returns a fingerprint of the model. Raises RuntimeError if its parameters are gone."""
+        return self.loops[0].name_model()
 
     def refuse_step(self) -> None:
         """Raises RuntimeError if no step can be taken now."""

@@ -18,6 +18,7 @@ from jaxkv._engine.frontend.request_reader import RequestReader
 from jaxkv._engine.frontend.rollouts import Updatable
 from jaxkv._engine.frontend.serving import Servable
 from jaxkv._engine.frontend.warmup import call_all
+from jaxkv._engine.hosts.lockstep import LockstepCores, list_engine_processes, refuse_options
 from jaxkv._engine.programs.model import ADAPTERS, Model, check_form, check_shapes, takes
 from jaxkv._engine.programs.recompute import recompute
 from jaxkv._engine.programs.step_rows import Hook, column_of, read_hook
@@ -51,8 +52,9 @@ class Engine(Closable, Servable, Resumable, Updatable):
     Args:
       model: as for `generate`. Its parameters are read now, and the cache is placed on the parameters' mesh. Rows,
         blocks and bytes below are divided over the mesh axis "data". Each of its devices has its own cache, takes its
-        own steps and keeps the requests placed there: where most of their prefix is cached, else where most room is. In
-        each of several processes an engine has its own devices of that axis, and sizes are of these.
+        own steps and keeps the requests placed there: where most of their prefix is cached, else where most room is. On
+        a mesh of several processes all make the engine, with the same arguments: see `follow`. But where each part of
+        the axis "data" is in one process, each process's engine has its own parts alone, and sizes are of these.
       max_seqs: rows of the cache: sequences computed at the same time.
       max_seq_len: the limit of tokens of a sequence, prompt and output; default: `longest`, rounded up to a power of 2.
         If all layers have windows or chunks, a sequence goes on beyond it, without `logits_hook`, `prefill`, `evict` or
@@ -134,6 +136,8 @@ class Engine(Closable, Servable, Resumable, Updatable):
         self.eos_ids = read_model_eos(model_config)
         guesses = read_draft(draft, draft_tokens, draft_branches, model, logits_hook, self.steps_per_dispatch)
         models = split_model(model := take_local_model(model))
+        if processes := list_engine_processes(models[0]):
+            refuse_options(prefill=prefill, disk=disk)
         max_seqs, sizes = split_fields(len(models), max_seqs, sizes)
         self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs * (1 + guesses[0]))
         if long_prefill_tokens is not None:
@@ -159,12 +163,18 @@ class Engine(Closable, Servable, Resumable, Updatable):
         )  # fmt: skip
         self.prefix = as_one([loop.residents.prefix for loop in self._loops])
         self._loop = DataParallelCores(self._loops, model, self.config) if len(models) > 1 else self._loops[0]
+        self._turn, outer_args = EngineLock(), hook_args  # of the requests that are submitted
+        if processes:
+            options = [step_tokens, long_prefill_tokens, steps_per_dispatch, seed, prefix_cache, spill_bytes]
+            said = repr([*options, snapshot_bytes, swap, host_bandwidth, guesses, draft == "ngram", deterministic])
+            outer_args = HookArgs()
+            self._loop = LockstepCores(self._loop, self._loops, processes, said, hook_args, outer_args)
+            self._turn.refuse = self._loop.refuse_follower
         first = self._loops[0]  # all of them have the same options
         self._residents, self._pipeline, self._prefill = first.residents, first.pipeline, first.prefill
         self._remember_given(model)
-        self._turn = EngineLock()
         self._reader = RequestReader(
-            self, vocab_size=self.vocab_size, hook_args=hook_args,
+            self, vocab_size=self.vocab_size, hook_args=outer_args,
             has_hook=logits_hook is not None, is_apart=prefill is not None, holdings=self._residents.holdings,
             takes_adapters=logits_hook is not None or takes(model, ADAPTERS),
             most_tokens=count_most_tokens(config, keeps_tokens=any(x is not None for x in keepers)),
@@ -397,6 +407,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         Raises:
           ValueError: not a list of tokens; an engine with `evict=`, whose rows see only the tokens kept in its cache.
         """
+        self._refuse_lockstep("recompute")
         if (eviction := self._residents.eviction) is not None:
             kept = f"what {eviction.name} has kept in one"
             raise ValueError(

@@ -5,7 +5,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 MANY_WAITS = 10_000
 
@@ -29,6 +29,7 @@ class EngineLock:
         self._holder: dict[str, weakref.ref[HeldLock]] = {}
         self._stale = threading.Lock()
         self.is_closed = False
+        self.refuse: Callable[[], None] | None = None  # raises for another reason
         self._waiting: weakref.WeakSet[HeldLock] = weakref.WeakSet()  # who waits
         self._computing: weakref.ref[HeldLock] | None = None  # within a hold, the call that uses the engine's memory
 
@@ -99,12 +100,14 @@ class EngineLock:
     # A generator keeps its hold while its caller does something else; it uses the memory only now and then.
 
     def refuse_closed(self) -> None:
-        """Raises RuntimeError if the engine is closed."""
+        """Raises RuntimeError if the engine is closed, or is used from another process."""
         if self.is_closed:
             raise RuntimeError(
                 "This engine is closed and has given its memory back: make another Engine, which can load what this "
                 "one saved before."
             )
+        if self.refuse is not None:
+            self.refuse()
 
     @contextlib.contextmanager
     def compute(self) -> Iterator[None]:

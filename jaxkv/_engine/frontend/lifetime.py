@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
 from jaxkv._engine.frontend.engine_lock import EngineLock
+from jaxkv._engine.hosts.lockstep import LockstepCores
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.runner.engine_core import EngineCore
 
@@ -17,7 +18,7 @@ class Closable:
     without the garbage collector.
     """
 
-    _loop: EngineCore | DataParallelCores
+    _loop: EngineCore | DataParallelCores | LockstepCores
     _loops: list[EngineCore]
     _turn: EngineLock
     _wake: Callable[[], None]
@@ -40,6 +41,30 @@ class Closable:
         """
         if self._turn.close():
             self._release()
+
+    def follow(self) -> None:
+        """Takes the steps of an engine over several processes, until it is closed in the first of them.
+
+        Every process makes the engine, of a model on a mesh of all their devices and with the same arguments. Requests
+        are submitted to and streamed from the first process alone; the others are in `follow` meanwhile.
+
+        Raises:
+          RuntimeError: this is the first process, or the engine lies on devices of this one alone; the first one is
+            gone; a step has failed here and not there.
+
+        >>> import jaxkv
+        >>> engine = jaxkv.Engine(jaxkv.models.small(), max_seqs=2, max_seq_len=64)
+        >>> engine.follow()
+        Traceback (most recent call last):
+        RuntimeError: follow is for a model on a mesh of several processes, but this one is all here: submit and step.
+        """
+        if not isinstance(self._loop, LockstepCores):
+            raise RuntimeError(
+                "follow is for a model on a mesh of several processes, but this one is all here: submit and step."
+            )
+        if not self.is_closed:
+            self._loop.follow()
+            self.close()
 
     @property
     def is_closed(self) -> bool:
@@ -75,6 +100,14 @@ class Closable:
                 self._loop.tidy()
         except Exception:  # the next step raises it again; it must not replace an error that may be raised now
             return
+
+    def _refuse_lockstep(self, method: str) -> None:
+        """Raises ValueError if the engine is over several processes, which do not make this call together."""
+        if isinstance(self._loop, LockstepCores):
+            raise ValueError(
+                f"{method} is for an engine in one process, and this one's model lies on devices of several: make an "
+                "Engine of a model on jax.local_devices() for it."
+            )
 
     @contextlib.contextmanager
     def _exclusive(self, *, is_brief: bool = False) -> Iterator[None]:

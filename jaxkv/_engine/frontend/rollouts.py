@@ -11,6 +11,7 @@ import jax
 from jaxkv._core.config.validation import flag
 from jaxkv._core.state.device_arrays import split_model, take_local_model
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
+from jaxkv._engine.hosts.lockstep import LockstepCores
 from jaxkv._engine.runner.engine_core import EngineCore
 from jaxkv._engine.runner.fingerprint import fingerprint
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
@@ -19,9 +20,10 @@ from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 class Updatable:
     """What an engine has for a trainer in the same process: `update`, `release` and `restore`."""
 
-    _loop: EngineCore | DataParallelCores
+    _loop: EngineCore | DataParallelCores | LockstepCores
     _loops: list[EngineCore]
     _exclusive: Callable[..., Any]
+    _refuse_lockstep: Callable[[str], None]
     _wake: Callable[[], None]
     _given: Callable[[], Any]
     _given_leaves: "list[weakref.ref[jax.Array]]"
@@ -51,6 +53,7 @@ class Updatable:
         >>> engine.submit(prompt, max_new_tokens=2).result() == jaxkv.generate(model, [prompt], 2)[0]
         False
         """
+        self._refuse_lockstep("update")
         restart = flag("restart", restart)
         with self._exclusive(is_brief=True):
             flat = jax.tree.flatten(model)  # takes longer than all else here
@@ -103,6 +106,7 @@ class Updatable:
         >>> len(request.result())
         4
         """
+        self._refuse_lockstep("release")
         keep, parameters = flag("keep", keep), flag("parameters", parameters)
         with self._exclusive(is_brief=True):
             for prefix in [loop.residents.prefix for loop in self._loops] if keep else []:

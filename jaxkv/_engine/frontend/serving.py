@@ -18,6 +18,7 @@ from jaxkv._engine.frontend.data_parallel import DataParallelCores
 from jaxkv._engine.frontend.engine_lock import EngineBusy, EngineLock
 from jaxkv._engine.frontend.metrics import Latencies
 from jaxkv._engine.frontend.request_reader import RequestReader
+from jaxkv._engine.hosts.lockstep import LockstepCores
 from jaxkv._engine.requests.waiting import call_all, collect_tokens, wait_until
 from jaxkv._engine.runner.engine_core import EngineCore
 
@@ -42,7 +43,7 @@ class EngineFull(RuntimeError):
 class Servable:
     """What an engine has for threads that wait: `serve`, `wait` and `drain`."""
 
-    _loop: EngineCore | DataParallelCores
+    _loop: EngineCore | DataParallelCores | LockstepCores
     _loops: list[EngineCore]
     _turn: EngineLock
     _reader: RequestReader
@@ -192,7 +193,7 @@ class Servable:
 
     def _wake_all(self) -> None:
         """Has all who wait look again: who takes the steps has changed, or what they wait for."""
-        for request in [request for loop in self._loops for request in list(loop.open)]:
+        for request in [request.origin for loop in self._loops for request in list(loop.open)]:
             call_all(request.listeners)
         call_all(self._idle_listeners)
 
@@ -202,8 +203,8 @@ class Servable:
         is_lost = isinstance(error, CacheError)
         running = [sequence.request for loop in self._loops for sequence in loop.scheduler.running]
         # If it is nobody's, it is everybody's: no step may fail for ever.
-        for request in [] if is_lost else running or [request for loop in self._loops for request in loop.open]:
-            request.fail(error)
+        failed = [] if is_lost else running or [request for loop in self._loops for request in loop.open]
+        self._loop.cancel([request.origin for request in failed], error)
         with self._exclusive(is_brief=True):
             try:
                 self._loop.tidy()

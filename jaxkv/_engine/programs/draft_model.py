@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxkv._core.blocks.sharing import truncate
 from jaxkv._core.blocks.tables import extend
@@ -16,6 +17,8 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.state.device_arrays import delete
 from jaxkv._core.state.interrupts import Soundness
+from jaxkv._core.state.multihost import find_shared_placement
+from jaxkv._core.state.sharding import share
 from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._engine.programs.step import logits_at
 from jaxkv._engine.requests.drafters import Drafter, DraftTokens, NGramDrafter
@@ -73,7 +76,8 @@ class ModelDrafter:
         self.leaves, self.structure = jax.tree.flatten(model)
         self.step_tokens, self.count, self.mesh = step_tokens, count, find_mesh(self.leaves)
         empty = jax.eval_shape(lambda: init(self.config, mesh=self.mesh))
-        self._program = draft_program(jax.tree.structure(empty), self.structure)
+        place = find_shared_placement(self.mesh)
+        self._program = draft_program(jax.tree.structure(empty), self.structure, place)
         self._soundness = Soundness(is_kept=False)  # of what follows: the cache is allocated with the first call
         self._cache: list[jax.Array] = []
         self._held: list[Held] = []  # of each row
@@ -176,8 +180,9 @@ def _common(held: list[int], tokens: list[int]) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def draft_program(structure: Any, model: Any) -> Any:
-    """Compiles a program that truncates rows, feeds tokens, packed or `[S, few]`, and drafts `count` tokens."""
+def draft_program(structure: Any, model: Any, place: NamedSharding | None = None) -> Any:
+    """Compiles a program that truncates rows, feeds tokens, packed or `[S, few]`, and drafts `count` tokens, whole on
+    `place` as in `share`."""
 
     def program(cache: Cache, leaves, rows, tokens, *, kind: Kind, count: int):
         draft, sampling = jax.tree.unflatten(model, leaves), Sampling.unpack(rows[COLUMN])
@@ -190,7 +195,7 @@ def draft_program(structure: Any, model: Any) -> Any:
         places = jnp.maximum((jnp.cumsum(fed) if tokens.ndim == 1 else fed) - 1, 0)
         logits, cache = logits_at(draft, tokens, cache, places)
         if not count:
-            return jnp.zeros((0, fed.shape[0]), jnp.int32), cache
+            return share(jnp.zeros((0, fed.shape[0]), jnp.int32), place), cache
         first = guess(logits, cache)
 
         def go_on(carry, _):
@@ -203,6 +208,6 @@ def draft_program(structure: Any, model: Any) -> Any:
         (ahead, _), others = jax.lax.scan(go_on, (cache, first), length=count - 1)
         # States have no way back: of the drafts nothing stays but what they wrote into blocks that are free again.
         cache = ahead if cache.state_slots is None else cache.replace(pools=ahead.pools)
-        return jnp.concatenate([first[None], others]), cache
+        return share(jnp.concatenate([first[None], others]), place), cache
 
     return cache_program(structure, program, static=("kind", "count"))

@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jaxkv._core.blocks.sharing import fork, share_first_blocks
 from jaxkv._core.blocks.state_slots import put_row_states
 from jaxkv._core.blocks.tables import free, release_windows
 from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.sharding import share
 from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._tiers.host_tier import swap_in_beside
 from jaxkv._tiers.prefix_cache.retained_blocks import count_unused
@@ -22,16 +24,16 @@ def measure_room(cache: Cache) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=16)
-def between_steps(structure: Any) -> tuple[Any, Any, Any, Any, Any]:
+def between_steps(structure: Any, place: NamedSharding | None = None) -> tuple[Any, Any, Any, Any, Any]:
     """Compiles the programs between steps: free rows and blocks that left windows, restore a row, `fork`, begin a row
     with another's first blocks, and give a row its states.
 
-    A restored row shares its first `num_blocks` blocks with row `source`.
+    A restored row shares its first `num_blocks` blocks with row `source`. Room is whole on `place`, as in `share`.
     """
 
     def settle(cache: Cache, rows: jax.Array) -> tuple[jax.Array, Cache]:
         cache = release_windows(free(cache, rows))
-        return measure_room(cache), cache
+        return share(measure_room(cache), place), cache
 
     def swap_one_in(
         cache: Cache, row: jax.Array, host: Any, source: jax.Array, num_blocks: jax.Array

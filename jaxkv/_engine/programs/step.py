@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jaxkv._core.attention.plan import plan_step, positions
 from jaxkv._core.blocks.tables import extend, release_windows
+from jaxkv._core.state.sharding import share
 from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._engine.programs.eviction import record_queries_of_step
 from jaxkv._engine.programs.maintenance import measure_room
@@ -32,7 +34,10 @@ from jaxkv._engine.requests.sampling import Kind
 
 
 @share_programs
-def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, deterministic: bool = False) -> Any:
+def step_program(
+    structure: Any, model: Any, hook: Hook | None, leave: bool, deterministic: bool = False,
+    place: NamedSharding | None = None,
+) -> Any:  # fmt: skip
     """Compiles the step of a model and a cache given as structures of pytrees: engines with equal ones share it.
 
     A `cache_program` with the arguments `leaves, memory, rows, tokens, kind=, count=, steps=`: the model's leaves,
@@ -40,7 +45,8 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, det
     several steps of one token per row; `count` likeliest tokens are returned. The memory is donated too, and the result
     is a `Result`. With `verify`, up to `verify` last tokens of a row may be drafts; the result is that of `verify + 1`
     steps. For trees, `tokens` is i32[2, N], with each token's parent, counted from its row's first, below it. With
-    `targets` i32[N], negative for none, packed tokens are scored: the logits of all of them are computed then.
+    `targets` i32[N], negative for none, packed tokens are scored: the logits of all of them are computed then. `place`
+    is for caches on devices of several processes: all that hosts read is whole there.
     """
 
     def program(
@@ -84,7 +90,8 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, det
             out, cache, memory = step(cache, memory, tokens, counts, due)
         chosen, likely = out
         numbers = jnp.concatenate([*(x.ravel() for x in jax.tree.leaves(chosen)), measure_room(cache).ravel()])
-        return Result(numbers, memory._replace(scores=None), likely, memory.scores), cache
+        numbers, likely, scores = share((numbers, likely, memory.scores), place)
+        return Result(numbers, memory._replace(scores=None), likely, scores), cache
 
     return cache_program(structure, program, donate=(2,), static=("kind", "count", "steps", "verify", "form"))
 

@@ -106,6 +106,11 @@ class Request:
         return both
 
     @property
+    def origin(self) -> "Request":
+        """The request that was submitted: itself, but for those that the processes of an engine share."""
+        return self
+
+    @property
     def samples(self) -> "tuple[Request, ...]":
         """The request of each sample; only itself if one was asked for."""
         return self._samples or (self,)

@@ -43,7 +43,7 @@ class CacheManager:
         parts = (tables.parts for tables in self.cache.tables)
         self.holdings = Holdings(config) if eviction is None else ThinnedHoldings(config, eviction, parts)
         self.swapping = SwapPolicy(swap, host_bandwidth, config, self.holdings, eviction, has_prefix=prefix is not None)
-        programs = between_steps(self.device.structure)
+        programs = between_steps(self.device.structure, self.device.shared)
         self._settle, self._swap_in, self._fork, self._begin, self._put_states = programs
         self.counts: collections.Counter[str] = collections.Counter()
         self._begin_empty()

@@ -11,7 +11,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.mesh_shape import context_axis, find_placement, model_mesh
 from jaxkv._core.state.device_arrays import delete
 from jaxkv._core.state.interrupts import HandOver
-from jaxkv._core.state.multihost import list_processes
+from jaxkv._core.state.multihost import find_shared_placement
 
 RELEASED = "This engine has given its memory back: engine.restore() takes it again, and its requests go on."
 
@@ -25,11 +25,7 @@ class DeviceCache:
     def __init__(self, config: CacheConfig, model: Any):
         self.config = config
         self.mesh, self.place = model_mesh(model), find_placement(model)
-        if self.mesh is not None and len(list_processes(self.mesh)) > 1:
-            raise ValueError(
-                "An Engine serves from one process, but its model lies on the devices of several: give it a mesh of "
-                'jax.local_devices(), or one that has an axis "data" for the processes.'
-            )
+        self.shared = find_shared_placement(self.mesh)  # of what every one of several processes reads
         self.is_released = False
         self._hand_over = HandOver()
         self._earlier_peak = 0  # of the caches before this one

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.interrupts import Soundness
 from jaxkv._engine.requests.drafters import Drafter
@@ -15,7 +17,9 @@ from jaxkv._engine.requests.scheduler import Scheduler, Sequence, Unsure
 from jaxkv._engine.runner.cache_manager import CacheManager
 from jaxkv._engine.runner.device_cache import RELEASED
 from jaxkv._engine.runner.disaggregated_prefill import Prefill
+from jaxkv._engine.runner.fingerprint import fingerprint
 from jaxkv._engine.runner.model_runner import ModelRunner
+from jaxkv._files.rows import save
 
 
 class EngineCore:
@@ -222,6 +226,15 @@ class EngineCore:
             for sequence in sequences:
                 if id(sequence) not in followers:
                     self.scheduler.waiting.add(sequence)
+
+    def save(self, path: str, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
+        """Writes rows of the cache to a file, as `jaxkv.save`."""
+        save(path, self.cache, rows, model=model, metadata=metadata)
+
+    def name_model(self) -> str | None:
+        """Returns a fingerprint of the model. Raises RuntimeError if its parameters are gone."""
+        self.pipeline.refuse_donated()
+        return fingerprint(jax.tree.unflatten(self.pipeline.structure, self.pipeline.leaves))
 
     def reset(self) -> None:
         """Starts again with an empty cache."""

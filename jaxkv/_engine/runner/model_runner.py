@@ -12,6 +12,7 @@ from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check
 from jaxkv._core.state.device_arrays import delete, describe_array
+from jaxkv._core.state.multihost import put_replicated
 from jaxkv._engine.programs.eviction import Remembered, make_memory, thin_program
 from jaxkv._engine.programs.step import logits_at, step_program
 from jaxkv._engine.programs.step_rows import (
@@ -65,8 +66,9 @@ class ModelRunner:
         # Flattening a model takes longer than a step.
         self.leaves, self.structure = jax.tree.flatten(model)
         self._program = step_program(
-            jax.tree.structure(residents.cache), self.structure, hook, residents.prefix is None, deterministic
-        )
+            jax.tree.structure(residents.cache), self.structure, hook, residents.prefix is None, deterministic,
+            residents.device.shared,
+        )  # fmt: skip
         # Sizes of packed steps: few, since each is a program to compile. A step that fills a quarter of its slots takes
         # no longer on a chip, and on a CPU less than compiling another program.
         self.sizes = [step_tokens]
@@ -88,7 +90,7 @@ class ModelRunner:
         self.flights: collections.deque[InFlightStep] = collections.deque()
         queries = self._remembered.zeros()
         memory = new_memory(config.max_seqs, config.max_seq_len, self.hook, queries)
-        self._memory = jax.device_put(memory, self.residents.device.place)  # where steps return it, too
+        self._memory = put_replicated(memory, self.residents.device.place)  # where steps return it, too
         self._noted: dict[int, Sequence] = {}  # the sequence of each row whose tokens the memory has
         self._idle_since = 0.0  # when the device was seen to finish
 

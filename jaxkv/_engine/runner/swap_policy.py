@@ -22,11 +22,15 @@ class SwapPolicy:
     ):  # fmt: skip
         self.swap, self.host_bandwidth, self.has_prefix = swap, host_bandwidth, has_prefix
         self.config, self.holdings, self.eviction = config, holdings, eviction
-        self.seconds_per_token: float | None = None  # of the fastest step so far
+        self.measured: float | None = None  # seconds a token of the fastest step so far
+        self.seconds_per_token: float | None = None  # by which it decides
+        self.is_told = False  # several processes decide by the speed that one of them tells all
 
     def note_speed(self, seconds_per_token: float) -> None:
         """Records the speed of a step."""
-        self.seconds_per_token = min(seconds_per_token, self.seconds_per_token or seconds_per_token)
+        self.measured = min(seconds_per_token, self.measured or seconds_per_token)
+        if not self.is_told:
+            self.seconds_per_token = self.measured
 
     def can_swap(self, sequence: Sequence) -> bool:
         """Tells whether a row can come back as it is: not without remembered queries that it still needs."""

@@ -15,6 +15,7 @@ from jaxkv._core.config.cache_config import CacheConfig, check_config
 from jaxkv._core.config.validation import flag, integer, real, show
 from jaxkv._core.state.columns import row_entries
 from jaxkv._core.state.head_rows import refuse_evicting
+from jaxkv._core.state.multihost import put_own_part
 from jaxkv._files.blocks import BlockFiles, SavedBlock, fingerprint
 from jaxkv._tiers.prefix_cache.arguments import read_identity, read_tokens
 from jaxkv._tiers.prefix_cache.disk import flush, open_disk, recall
@@ -193,7 +194,7 @@ class PrefixCache:
         change.attach(row, chain, columns)
         saved = {} if match.is_repeat else {"hits": 1, "tokens_saved": match.num_tokens}
         snapshots = self._index.snapshots
-        states = () if snapshots is None else snapshots.use(chain[-1])
+        states = () if snapshots is None else put_own_part(snapshots.use(chain[-1]), cache.states)
         return self._commit(change, chain, counts=saved), states
 
     def insert(

@@ -10,6 +10,7 @@ import numpy as np
 from jaxkv._core.blocks.allocator import replace_entries
 from jaxkv._core.blocks.block_copy import pad_size, read_group
 from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.multihost import read_own_part
 from jaxkv._core.state.state import BlockTables, Pool
 from jaxkv._tiers.prefix_cache.node import Node
 
@@ -81,5 +82,5 @@ def read_contents(cache: Cache, group: int, nodes: Sequence[Node]) -> list[list[
     parts = [
         dataclasses.replace(found[layer], heads=None, context=None, parts=1) for layer in cache.config.groups[group]
     ]
-    parts = jax.tree.map(np.asarray, parts)
+    parts = read_own_part(parts)
     return [jax.tree.map(lambda x, i=i: x[i].copy(), parts) for i in range(len(nodes))]

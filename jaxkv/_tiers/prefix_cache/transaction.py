@@ -10,6 +10,7 @@ from jaxkv._core.blocks.block_copy import pad_size, put_group
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.columns import columns_for
 from jaxkv._core.state.errors import OutOfBlocks
+from jaxkv._core.state.multihost import put_own_part
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._tiers.prefix_cache.index import PrefixIndex
 from jaxkv._tiers.prefix_cache.node import Node
@@ -97,7 +98,8 @@ class Change:
 
             def read(layer: int, group: int = group, nodes: list[Node] = nodes + padding * nodes[:1]) -> Pool:
                 index = self.config.groups[group].index(layer)
-                return jax.tree.map(lambda *blocks: np.stack(blocks), *(node.host[group][index] for node in nodes))
+                parts = jax.tree.map(lambda *blocks: np.stack(blocks), *(node.host[group][index] for node in nodes))
+                return put_own_part(parts, self.cache.layer(layer).pool)
 
             cache = put_group(cache, group, read, target, put)
             for node, block in zip(nodes, np.asarray(target).tolist(), strict=False):

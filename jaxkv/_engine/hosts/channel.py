@@ -1,0 +1,107 @@
+"""Messages from the first process of an engine to its other processes."""
+
+import atexit
+import contextlib
+import json
+import secrets
+from typing import Any
+
+import jax
+
+from jaxkv._core.state.multihost import PATIENCE, coordinator_store, exchange
+
+CHUNK = 64  # messages that are deleted together, once every process has read them
+PIECE = 2**20  # characters of a piece of a message
+LOOK = 1  # seconds of a wait: in between, Python sees interrupts
+
+
+class Channel:
+    """Messages in order, each read by every process, through the key-value store of JAX's coordinator.
+
+    The store serves while devices are at work, so a message neither waits for a step nor delays it.
+
+    Args:
+      processes: all that take part. All of them must make this channel at the same time; the first one sends.
+
+    Raises:
+      RuntimeError: a process did not come, or this one knows no others.
+    """
+
+    def __init__(self, processes: list[int]):
+        self.processes, self.me = processes, jax.process_index()
+        self._name = f"jaxkv/engine/{exchange('Engine', secrets.token_hex(8), processes)[0]}"
+        self._store = coordinator_store()
+        self._number = 0  # of the next piece
+        self.num_messages = self.num_bytes = 0  # sent so far
+        self.is_closed = False
+        if self.is_first:  # at the end of the program, before JAX has the processes wait for each other
+            atexit.register(self.close)
+
+    @property
+    def is_first(self) -> bool:
+        """Tells whether this process sends."""
+        return self.me == self.processes[0]
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message. Does not wait for those who read it, unless they are far behind."""
+        text = json.dumps(message, separators=(",", ":"))
+        pieces = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
+        for piece in pieces:
+            self._forget_read()
+            self._store.key_value_set(self._key(), ("." if piece is pieces[-1] else "+") + piece)
+            self._number += 1
+        self.num_messages, self.num_bytes = self.num_messages + 1, self.num_bytes + len(text)
+
+    def receive(self, timeout: float | None = None) -> dict[str, Any]:
+        """Waits for the next message.
+
+        Raises:
+          TimeoutError: none came for `timeout` seconds. RuntimeError: the coordinator is gone.
+        """
+        text, is_whole = "", False
+        while not is_whole:
+            piece = self._wait(self._key(), timeout)
+            self._number += 1
+            if self._number % CHUNK == 0:
+                self._store.key_value_set(self._receipt(self._number // CHUNK, self.me), ".")
+            text, is_whole = text + piece[1:], piece[0] == "."
+        return json.loads(text)
+
+    def close(self) -> None:
+        """Sends the last message, if nothing has been the last yet: there is nobody to send any after it."""
+        if self.is_first and not self.is_closed:
+            self.is_closed = True
+            atexit.unregister(self.close)
+            with contextlib.suppress(Exception):  # nobody is left to read it
+                self.send({"call": "close"})
+
+    def _key(self) -> str:
+        return f"{self._name}/{self._number // CHUNK}/{self._number}"
+
+    def _receipt(self, chunk: int, process: int) -> str:
+        return f"{self._name}/read/{chunk}/{process}"
+
+    def _forget_read(self) -> None:
+        """Deletes the chunk before the last, once every process has read it."""
+        chunk, place = divmod(self._number, CHUNK)
+        if place or chunk < 2:
+            return
+        for process in self.processes[1:]:
+            self._wait(self._receipt(chunk - 1, process), PATIENCE)
+        self._store.key_value_delete(f"{self._name}/{chunk - 2}")
+        self._store.key_value_delete(f"{self._name}/read/{chunk - 1}")
+
+    def _wait(self, key: str, timeout: float | None) -> str:
+        waited = 0
+        while True:
+            try:
+                return self._store.blocking_key_value_get(key, LOOK * 1000)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise RuntimeError(
+                        f"Process {self.processes[0]}, from which this engine is used, cannot be reached any more: "
+                        "start all processes again; what was saved last can be loaded."
+                    ) from error
+            waited += LOOK
+            if timeout is not None and waited >= timeout:
+                raise TimeoutError(f"A process of this engine gave no sign for {waited} s.")

@@ -1,0 +1,334 @@
+"""The cores of an engine in several processes, which take the same steps."""
+
+import collections
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+from jaxkv._core.config.mesh_shape import model_mesh
+from jaxkv._core.state.interrupts import hold_back_interrupts
+from jaxkv._core.state.multihost import PATIENCE, check_agreement, list_processes
+from jaxkv._engine.hosts.channel import Channel
+from jaxkv._engine.hosts.replica import Replica
+from jaxkv._engine.requests.entries import read_request, render_request
+from jaxkv._engine.requests.hook_args import HookArgs
+from jaxkv._engine.requests.request import Request
+from jaxkv._engine.requests.sampling import Kind
+from jaxkv._engine.requests.scheduler import Sequence
+from jaxkv._engine.runner.engine_core import EngineCore, make_sequence
+from jaxkv._tiers.saved_rows import SavedRow, SavedRows
+
+
+def list_engine_processes(model: Any) -> list[int]:
+    """Returns the processes whose devices a model lies on, where these are several; else nothing."""
+    mesh = model_mesh(model)
+    found = [] if mesh is None else list_processes(mesh)
+    return found if len(found) > 1 else []
+
+
+def refuse_options(**options: Any) -> None:
+    """Raises ValueError for options that an engine over several processes does not take, unless they are None."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}= is for an Engine in one process, and this one's model lies on devices of several: leave it "
+                "out, or load the model on a mesh of jax.local_devices()."
+            )
+
+
+class LockstepCores:
+    """Cores in each of several processes, with the interface of one for an `Engine`.
+
+    A call in the first process is a message to the others, which make the same call in `follow`. It carries the
+    requests submitted and cancelled since the call before, and nothing else is decided by what only one process knows:
+    no clock, no thread, no callback. So every schedule is a function of the messages, and all processes send the same
+    programs to their devices, in the same order. Requests here are replicas, which pass on their tokens to those that
+    were submitted.
+
+    Args:
+      cores: those of this process; `loops` are its parts.
+      said: the options that processes must agree on.
+      hook_args: of the replicas; read in the order of the messages.
+      outer: the same of the requests that are submitted here.
+    """
+
+    def __init__(
+        self, cores: Any, loops: list[EngineCore], processes: list[int], said: str, hook_args: HookArgs,
+        outer: HookArgs,
+    ):  # fmt: skip
+        check_agreement("Engine", said, processes)
+        self.cores, self.loops, self.channel = cores, loops, Channel(processes)
+        self.hook_args, self._outer_args = hook_args, outer
+        # Any thread puts requests in; the thread that runs the engine takes them out.
+        self.submitted: collections.deque[Request] = collections.deque()
+        self.cancelled: collections.deque[Request] = collections.deque()
+        self.is_at_work = self._is_torn = False
+        self._replicas: dict[int, Replica] = {}  # those that are not done, by their number in messages
+        self._by_origin: dict[Request, Replica] = {}
+        self._count = 0  # replicas so far
+        self._news: dict[Request, None] = {}  # replicas with news in this call
+        self._speeds: list[float | None] = []  # what was sent last
+        for loop in loops:
+            loop.residents.swapping.is_told = True
+        if self.channel.is_first:
+            weakref.finalize(self, self.channel.close).atexit = False
+
+    # What is asked from any thread.
+
+    @property
+    def is_busy(self) -> bool:
+        """Tells whether there is work left."""
+        return bool(self.submitted or self.cancelled) or self.cores.is_busy
+
+    def cancel(self, requests: Iterable[Request], error: Exception | None = None) -> None:
+        """Ends requests here; the other processes hear of it with the next message."""
+        for request in requests:
+            if request.withdraw(error):
+                self.cancelled.append(request)
+
+    def refuse_follower(self) -> None:
+        """Raises RuntimeError unless this is the process from which the engine is used."""
+        if not self.channel.is_first:
+            raise RuntimeError(
+                f"This engine is used from process {self.channel.processes[0]}, and this is process {self.channel.me}: "
+                "call engine.follow() here, which takes the same steps until the engine is closed there."
+            )
+
+    # Calls, which all processes make.
+
+    @property
+    def cache(self) -> Any:
+        """The cache, of which this process sees its tables and its shards of the pools."""
+        return self._call("show")
+
+    def advance(self) -> None:
+        """Sends a step, and reads the one before."""
+        self._call("advance")
+
+    def tidy(self) -> None:
+        """Removes cancelled requests."""
+        self._call("tidy")
+
+    def settle(self) -> None:
+        """Accepts all submitted requests and reads all in-flight steps."""
+        self._call("settle")
+
+    def reset(self) -> None:
+        """Starts again with an empty cache."""
+        self._call("reset")
+
+    def save(self, path: str, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
+        """Writes rows of the cache to a file, as `jaxkv.save`."""
+        self._call("save", path, rows, model, metadata)
+
+    def name_model(self) -> str | None:
+        """Returns a fingerprint of the model. Raises RuntimeError if its parameters are gone."""
+        return self._call("name_model")
+
+    def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...]) -> list[Callable[[], Any]]:
+        """Returns a function that compiles all programs, in all processes."""
+        return [lambda: self._call("warm", kinds, counts)]
+
+    def adopt(self, sequences: list[Sequence]) -> None:
+        """Adopts sequences of another process: each process reads their rows from the file by itself."""
+        places = {id(sequence): i for i, sequence in enumerate(sequences)}
+        entries, path = [], None
+        for sequence in sequences:
+            entry = render_request(sequence.request, self._outer_args)
+            entry["followers"] = [places[id(follower)] for follower in sequence.followers]
+            if isinstance(sequence.host, SavedRow):
+                path, entry["row"] = str(sequence.host.path), sequence.host.row
+            entries.append(entry)
+        self._call("adopt", path, entries, origins=[sequence.request for sequence in sequences])
+
+    def close(self) -> None:
+        """Frees device memory, in all processes; cancels requests that are not done."""
+        for sample in [*self._by_origin, *(sample for request in self.submitted for sample in request.samples)]:
+            sample.withdraw()
+        self.submitted.clear()
+        self.channel.close()
+        self.cores.close()
+
+    def follow(self) -> None:
+        """Makes the calls of the first process, until it closes the engine.
+
+        Raises:
+          RuntimeError: this is the first process; it is gone; a call has failed here and not there.
+        """
+        if self.channel.is_first:
+            raise RuntimeError("follow is for the other processes: this one submits requests and takes the steps.")
+        failed: Exception | None = None
+        while True:
+            message = self._receive_after(failed)
+            if message["call"] == "fail":
+                failed = None
+            elif message["call"] == "close":
+                return
+            else:
+                try:
+                    self._run(message)
+                except Exception as error:  # the first process has the same error, or this one must end
+                    failed = error
+
+    # The parts.
+
+    def _receive_after(self, failed: Exception | None) -> dict[str, Any]:
+        """Receives the next message. If a call has failed, it says that the call failed in the first process too."""
+        try:
+            message = self.channel.receive(None if failed is None else PATIENCE)
+        except TimeoutError:
+            message = {"call": "nothing"}
+        told, own = message.get("error"), None if failed is None else type(failed).__name__
+        if told != own:
+            raise RuntimeError(
+                f"Processes of one engine have parted: in process {self.channel.processes[0]} a step "
+                f"{_describe(told)}, and in process {self.channel.me} it {_describe(own)}. Start all again; what was "
+                "saved last can be loaded."
+            ) from failed
+        return message
+
+    def _call(self, name: str, *arguments: Any, origins: list[Request] | None = None) -> Any:
+        """Makes a call in all processes, and returns this one's result."""
+        self.refuse_follower()
+        if self._is_torn:
+            raise RuntimeError(
+                "A step of this engine was cut off here, and other processes went on with it: start all processes "
+                "again; what was saved last can be loaded."
+            )
+        with hold_back_interrupts():
+            self.is_at_work = True
+            try:
+                message, submitted = self._compose(name, arguments)
+                self.channel.send(message)
+                return self._run(message, origins or submitted)
+            except Exception as error:
+                self.channel.send({"call": "fail", "error": type(error).__name__})
+                raise
+            except BaseException:
+                self._is_torn = True
+                raise
+            finally:
+                self.is_at_work = False
+
+    def _compose(self, name: str, arguments: tuple[Any, ...]) -> tuple[dict[str, Any], list[Request]]:
+        """Returns the message of a call, and the requests that are submitted by it."""
+        message: dict[str, Any] = {"call": name}
+        if arguments:
+            message["arguments"] = arguments
+        groups: list[list[dict[str, Any]]] = []
+        submitted: list[Request] = []
+        while self.submitted:
+            samples = [sample for sample in self.submitted.popleft().samples if not sample.done]
+            try:
+                entries = [render_request(sample, self._outer_args) for sample in samples]
+            except ValueError as error:  # hook arguments that are no JSON
+                self.cancel(samples, error)
+                continue
+            if entries:
+                for entry in entries[1:]:
+                    del entry["prompt"]
+                groups.append(entries)
+                submitted += samples
+        cancelled = []
+        while self.cancelled:
+            replica = self._by_origin.get(self.cancelled.popleft())
+            if replica is not None:
+                cancelled.append(replica.number_here)
+        speeds = [loop.residents.swapping.measured for loop in self.loops]
+        if speeds != self._speeds:
+            self._speeds = message["speeds"] = speeds
+        message |= {"requests": groups} if groups else {}
+        return message | ({"cancelled": cancelled} if cancelled else {}), submitted
+
+    def _run(self, message: dict[str, Any], origins: list[Request] | None = None) -> Any:
+        """Makes the call of a message in this process."""
+        waiting = collections.deque(origins or [])
+        for entries in message.get("requests", ()):
+            prompt = entries[0]["prompt"]
+            samples = [self._read({"prompt": prompt} | entry, waiting) for entry in entries]
+            self.cores.submitted.append(Request.several(samples))
+        self.cores.cancel([self._replicas[n] for n in message.get("cancelled", ()) if n in self._replicas])
+        for loop, speed in zip(self.loops, message.get("speeds", ()), strict=False):
+            loop.residents.swapping.seconds_per_token = speed
+        run = self._CALLS[message["call"]]
+        try:
+            return run(self, *message.get("arguments", ()), *([waiting] if run is LockstepCores._adopt else ()))
+        finally:
+            for replica in [replica for replica in self._news if replica.done]:
+                self._replicas.pop(replica.number_here, None)  # type: ignore[attr-defined]
+                self._by_origin.pop(replica.origin, None)
+            self._news.clear()
+
+    def _read(self, entry: dict[str, Any], origins: "collections.deque[Request]") -> Replica:
+        """Makes the replica of an entry, and joins it to the next of `origins`, if there are any."""
+        replica: Any = read_request(
+            entry, self.hook_args, read_adapter=int, make=Replica, news=self._news, engine=lambda: None
+        )
+        replica.number_here = self._count
+        self._count += 1
+        self._replicas[replica.number_here] = replica
+        if origins:
+            origin = origins.popleft()
+            replica.join(origin, self.cancelled.append)
+            self._by_origin[origin] = replica
+        return replica
+
+    def _advance(self) -> None:
+        self.cores.advance()
+        self._measure()
+
+    def _tidy(self) -> None:
+        self.cores.tidy()
+        self._measure()
+
+    def _settle(self) -> None:
+        self.cores.settle()
+        self._measure()
+
+    def _reset(self) -> None:
+        self.cores.reset()
+        self._measure()
+
+    def _measure(self) -> None:
+        """Measures the room where it is unknown: `stats`, of one process, must run nothing on the devices of all."""
+        for loop in self.loops:
+            if not (loop.residents.room.is_known or loop.residents.config.contiguous):
+                loop.residents.settle()
+
+    def _show(self) -> Any:
+        return self.cores.cache
+
+    def _save(self, path: str, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
+        self.cores.save(path, rows, model, metadata)
+
+    def _name_model(self) -> str | None:
+        return self.cores.name_model()
+
+    def _warm(self, kinds: Iterable[Kind], counts: Iterable[int]) -> None:
+        for call in self.cores.warm(tuple(kinds), tuple(counts)):
+            call()
+
+    def _adopt(self, path: str | None, entries: list[dict[str, Any]], origins: "collections.deque[Request]") -> None:
+        file, sequences = None if path is None else SavedRows(path), []
+        prompts: dict[tuple[int, ...], list[int]] = {}
+        for entry in entries:
+            replica = self._read(entry, origins)
+            replica.prompt = prompts.setdefault(tuple(replica.prompt), replica.prompt)  # samples share one
+            sequence = make_sequence(replica)
+            if (row := entry.get("row")) is not None:
+                assert file is not None
+                sequence.host = file.row(row, self.loops[0].residents.config)
+                sequence.num_hosted = file.saved.lengths[row]
+            sequences.append(sequence)
+        for entry, sequence in zip(entries, sequences, strict=True):
+            sequence.followers = [sequences[place] for place in entry["followers"]]
+        self.cores.adopt(sequences)
+
+    _CALLS: ClassVar[dict[str, Callable[..., Any]]] = {
+        "advance": _advance, "tidy": _tidy, "settle": _settle, "reset": _reset, "show": _show, "save": _save,
+        "name_model": _name_model, "warm": _warm, "adopt": _adopt,
+    }  # fmt: skip
+
+
+def _describe(error: str | None) -> str:
+    return "ended well" if error is None else f"raised {error}"

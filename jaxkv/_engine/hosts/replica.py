@@ -1,0 +1,48 @@
+"""Requests as every process of an engine computes them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxkv._engine.requests.request import Request
+
+
+class Replica(Request):
+    """A request of an engine in several processes, equal in all of them: what it does follows from messages and tokens.
+
+    In the first process it passes on what it gets to its `origin`, the request that was submitted there. That one may
+    end earlier, by a stop string or its callback: the other processes hear of it with the next message.
+    """
+
+    number_here = -1  # by which messages name it
+
+    def join(self, origin: Request, end: Callable[[Request], Any]) -> None:
+        """Passes on everything to `origin` from now on; calls `end(origin)` if that ends before this does."""
+        self._origin, self._end_origin = origin, end
+        self.times.submitted, origin.scores = origin.times.submitted, self.scores
+
+    @property
+    def origin(self) -> Request:
+        return getattr(self, "_origin", self)
+
+    def begin(self) -> None:
+        super().begin()
+        if self.origin is not self:
+            self.origin.begin()
+
+    def receive(self, token: int, logprobs: dict[int, float] | None) -> None:
+        super().receive(token, logprobs)
+        if self.origin is not self and not self.origin.done:
+            self.origin.receive(token, logprobs)
+            if self.origin.done and not self.done:
+                self._end_origin(self.origin)
+
+    def refuse(self, why: str) -> None:
+        super().refuse(why)
+        if self.origin is not self and not self.origin.done:
+            self.origin.refuse(why)
+
+    def withdraw(self, error: Exception | None = None) -> bool:
+        """Records the cancellation, here and of the origin."""
+        if self.origin is not self:
+            self.origin.withdraw(error)
+        return super().withdraw(error)

@@ -1,0 +1,88 @@
+"""Requests as JSON: entries of a saved engine's file, and of the messages between an engine's processes."""
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+from jaxkv._core.config.validation import MOST_INDEX, flag, integer
+from jaxkv._engine.requests.hook_args import HookArgs, from_json
+from jaxkv._engine.requests.request import Request
+from jaxkv._engine.requests.sampling import SamplingParams
+from jaxkv._engine.requests.stops import IdStops, read_stops
+from jaxkv._engine.requests.submission import read_eos, read_keep_prefix, read_salt, read_stop
+
+CHOSEN = {None: 0, 0: -1}  # what entries say where no number of likeliest tokens is kept: nothing, or the chosen ones
+
+
+def render_request(request: Request, hook_args: HookArgs) -> dict[str, Any]:
+    """Returns the entry of a request, without stop strings. Raises ValueError for hook arguments that are no JSON."""
+    salt, scores = request.salt, request.prompt_logprobs
+    return {
+        "number": request.number, "prompt": request.prompt, "limit": request.limit,
+        "tokens": request.tokens if request.done else request.output,
+        "choice": dataclasses.asdict(request.choice), "eos": sorted(request.eos),
+        "salt": ["bytes", salt.hex()] if isinstance(salt, bytes) else ["str", salt],
+        "num_logprobs": CHOSEN.get(request.num_logprobs, request.num_logprobs), "given": request.given,
+        "stopped": request.stopped, "refusal": request.refusal, "stop_token": request.stop_token,
+        "stop_logprob": repr(request.stop_logprob),
+        "priority": request.priority, "hook_args": hook_args.to_json(request.hook_args),
+        "keep_prefix": request.keep_prefix, "adapter": request.adapter, "include_stop": request.search.is_included,
+        "stop": [list(stop) for stops in request.search.stops if isinstance(stops, IdStops) for stop in stops.stops],
+        # As text, since JSON has neither keys that are numbers nor infinities.
+        "logprobs": [[[token, repr(p)] for token, p in pairs.items()] for pairs in request.output_logprobs],
+        **({} if scores is None else {"scores": list(map(repr, scores.tolist()))}),
+    }  # fmt: skip
+
+
+def read_request(
+    entry: dict[str, Any], hook_args: HookArgs, *, read_adapter: Callable[[Any], int], make: type[Request] = Request,
+    **options: Any,
+) -> Request:  # fmt: skip
+    """Returns the request of an entry, made by `make` with further `options`.
+
+    Raises:
+      ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError: it is no entry of a request.
+    """
+    kind, salt = entry["salt"]
+    choice = entry["choice"]
+    request = make(
+        number=integer("number", entry["number"], least=0), prompt=_read_tokens(entry["prompt"]),
+        limit=integer("limit", entry["limit"], least=0), eos=read_eos(entry["eos"]),
+        choice=SamplingParams.read(
+            choice["temperature"], choice["top_k"], choice["top_p"], choice.get("min_p", 0.0), choice["seed"],
+            choice.get("draws"),
+        ),
+        salt=read_salt(bytes.fromhex(salt) if kind == "bytes" else salt),
+        num_logprobs=_read_num_logprobs(entry["num_logprobs"]),
+        priority=integer("priority", entry.get("priority", 0), least=None, most=None),
+        hook_args=hook_args.read(from_json(entry.get("hook_args"))),
+        keep_prefix=read_keep_prefix(entry.get("keep_prefix", True)), adapter=read_adapter(entry.get("adapter", 0)),
+        stops=read_stops(entry.get("stop", []), None, ()),
+        include_stop=flag("include_stop", entry.get("include_stop", False)), is_scored="scores" in entry, **options,
+    )  # fmt: skip
+    if request.scores is not None:
+        request.scores.note(0, np.array(list(map(float, entry["scores"])), np.float32))
+    request.output = _read_tokens(entry["tokens"])
+    request.times.tokens = [request.times.submitted] * len(request.output)
+    request.output_logprobs = [{int(token): float(p) for token, p in pairs} for pairs in entry["logprobs"]]
+    request.given = integer("given", entry["given"], least=0, most=len(request.output))
+    request.stopped, request.refusal = read_stop(entry["stopped"]), entry.get("refusal")
+    if (token := entry.get("stop_token")) is not None:
+        logprob = entry["stop_logprob"]
+        request.stop = _read_tokens([token])[0], None if logprob == "None" else float(logprob)
+    if request.search.stops and not request.done:
+        request.look_for_stops()
+    if not request.prompt or len(request.output) > request.limit:
+        raise ValueError("a request has no prompt, or more tokens than its limit")
+    return request
+
+
+def _read_num_logprobs(said: Any) -> int | None:
+    number = integer("logprobs", said, least=-1)
+    return next((wanted for wanted, name in CHOSEN.items() if name == number), number)
+
+
+def _read_tokens(several: Collection[Any]) -> list[int]:
+    return [integer("a token", token, least=0, most=MOST_INDEX) for token in several]
