@@ -1,9 +1,13 @@
 """Known-bad kernels: the GPU backend with one of its modules changed, for the negative controls."""
 
 import pathlib
+import re
 import sys
 import types
+from typing import Any
 
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from planting import Plant, Sources, plant_in_copy
 
 from pallas_kernels import gpu
@@ -25,3 +29,20 @@ def plant(monkeypatch, *plants: Plant) -> None:
                 monkeypatch.setattr(user, name, broken)
             elif isinstance(value, types.FunctionType) and value.__module__ == module.__name__ and user is not module:
                 monkeypatch.setattr(user, name, getattr(broken, value.__name__))
+
+
+def outcome(trial: Any) -> str:
+    """How interpreting a trial ends: "right", "wrong", "race", "barrier", "buffer has shape" (read
+    out of bounds), or the exception."""
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+    try:
+        trial.check(plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64))
+        races = interpret_pallas_call.get_races()
+        return "race" if races is not None and races.races_found else "right"
+    except AssertionError:
+        return "wrong"
+    except Exception as e:  # newer interpreters raise on a race, and on a barrier left behind
+        named = re.findall(r"\brace\b|barrier|buffer has shape", str(e).lower())
+        return named[0] if named else repr(e)
+    finally:
+        interpret_pallas_call.reset_gpu_interpret_mode_state()

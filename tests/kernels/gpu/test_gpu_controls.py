@@ -4,35 +4,15 @@ The mistakes that only the compiler's output shows are in tests/compile.
 """
 
 import dataclasses
-import re
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
-from gpu_mistakes import SOURCES, plant
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from gpu_mistakes import SOURCES, outcome, plant
 from nightly import NIGHTLY
 from planting import Plant
-from trials import DECODE, PREFILL, Trial
+from trials import DECODE, PREFILL
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="a known-bad kernel may hang a GPU")
-
-
-def outcome(trial: Trial) -> str:
-    """How interpreting a trial ends: "right", "wrong", "race", "barrier", "buffer has shape" (read
-    out of bounds), or the exception."""
-    interpret_pallas_call.reset_gpu_interpret_mode_state()
-    try:
-        trial.check(plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64))
-        races = interpret_pallas_call.get_races()
-        return "race" if races is not None and races.races_found else "right"
-    except AssertionError:
-        return "wrong"
-    except Exception as e:  # newer interpreters raise on a race, and on a barrier left behind
-        named = re.findall(r"\brace\b|barrier|buffer has shape", str(e).lower())
-        return named[0] if named else repr(e)
-    finally:
-        interpret_pallas_call.reset_gpu_interpret_mode_state()
 
 
 UNSYNCHRONISED = {"race", "wrong", "barrier"}
