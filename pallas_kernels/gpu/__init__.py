@@ -1,11 +1,13 @@
-"""Paged attention on NVIDIA Hopper GPUs, in Pallas Mosaic GPU.
+"""Paged attention, and layers that keep a state, on NVIDIA Hopper GPUs, in Pallas Mosaic GPU.
 
 `step` prepares a step and calls the kernels: `decode` for rows with one new token, `prefill` for the others, `latent`
 for both over latent rows. They take their work from lists built on the device (`work_items`) and their tile sizes from
 `tuning`, and share `tiles`; `support` refuses what they cannot do. The write of the cache is XLA's in-place scatter.
+`mixers` has the layers that keep a state, whose kernel is `states` and whose rows `state_rows` puts in order.
 """
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
+from pallas_kernels.gpu import mixers as mixers
 from pallas_kernels.gpu.dequantize import FORMATS as FORMATS
 from pallas_kernels.gpu.interpreter import check_interpreter_threads
 from pallas_kernels.gpu.step import attend

@@ -60,10 +60,15 @@ def unsupported(op: str, call: Call) -> str | None:
         )
     if tables is not None and (rows := tables.shape[0]) > MOST_ROWS:
         return f"The gpu kernels plan steps of at most {MOST_ROWS} rows, not {rows}; take fewer, or {FALLBACK}."
+    return find_chip_refusal() or sight_refusal(call)
+
+
+def find_chip_refusal() -> str | None:
+    """Returns why the kernels cannot run on the GPUs at hand; None if they can, or there are none."""
     capability = _capability()
-    if capability not in (None, CAPABILITY):
-        return f"The gpu kernels need a Hopper GPU (compute capability {CAPABILITY}), not {capability}; {FALLBACK}."
-    return sight_refusal(call)
+    if capability in (None, CAPABILITY):
+        return None
+    return f"The gpu kernels need a Hopper GPU (compute capability {CAPABILITY}), not {capability}; {FALLBACK}."
 
 
 def _can_decode(call: Call) -> bool:

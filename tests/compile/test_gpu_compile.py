@@ -101,6 +101,18 @@ if NIGHTLY:
     }
 
 
+# What updates states, and how many thread blocks of 128 threads share a multiprocessor.
+STATES = {"qwen3-next": 3}
+if NIGHTLY:
+    STATES |= {
+        **dict.fromkeys(("kimi-linear", "nemotron-h", "falcon-h1", "qwen3-next-16-bits", "qwen3-next-snapshots"), 3),
+        **dict.fromkeys(("qwen3-next-4-tokens", "qwen3-next-prompts", "nemotron-h-prompts"), 3),
+        "olmo-hybrid": 4,
+        "kimi-linear-prompts": 2,
+        "keys-256": 2,
+    }
+
+
 KEPT = ["bounds", "heads"] * NIGHTLY
 STEPS = ["step", *["step-shared"] * NIGHTLY]
 
@@ -116,6 +128,15 @@ def report():
     for job in printed_by("gpu_compile.py", *jobs):
         found |= job
     return found
+
+
+@pytest.fixture(scope="module")
+def states_report():
+    """Everything that gpu_compile_states.py prints, by job."""
+    controls = ("control-not-donated", "control-no-fence") * NIGHTLY
+    return {
+        name: found for job in printed_by("gpu_compile_states.py", *STATES, *controls) for name, found in job.items()
+    }
 
 
 def printed_by(name, *jobs):
@@ -280,6 +301,27 @@ def test_layers_that_keep_bounds_or_evict_by_heads(name, report):
     lists = {"bounds": 1, "heads": 2}[name]  # of work: one for each group of layers
     assert step["kernels"] == lists + 4 and step["pool_copies"] == 0  # split and merge of each layer
     assert step["alias_bytes"] >= step["pool_bytes"] and step["temp_bytes"] < 0.1 * step["pool_bytes"], step
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_are_updated_where_they_lie(name, states_report):
+    """One kernel a layer, and what hides padding; no copy of the pools, and thread blocks enough to hide latencies."""
+    step, prompts = states_report[name], name.endswith("prompts")
+    assert step["target"] == "sm_90a" and step["spills"] == 0
+    assert STATES[name] * 128 * -(-step["registers"] // 8) * 8 <= 65_536
+    assert STATES[name] * (step["shared_memory"] + 1024) <= 233_472
+    assert step["bulk_copies"] == 1
+    assert step["proxy_fences"] == 1 + (name in ("qwen3-next-snapshots", "qwen3-next-prompts"))
+    assert step["alias_bytes"] == step["pool_bytes"] and step["pool_copies"] == step["scatters"] == 0
+    assert step["temp_bytes"] < step["pool_bytes"] / (10 if prompts else 200)
+    assert step["kernels"] == 2 and step["launches"] <= 11  # seven for all layers, and two each
+
+
+@skip_by_day("negative controls of what is counted")
+def test_copied_states_and_missing_fences_show(states_report):
+    copied = states_report["control-not-donated"]
+    assert copied["alias_bytes"] == 0 and copied["pool_copies"] == 2
+    assert states_report["control-no-fence"]["proxy_fences"] == 0
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes long to compile; by day test_tpu.py has it")

@@ -207,8 +207,8 @@ def test_explain_says_who_runs():
     arrays = MIXERS["delta"].arrays((4, 1))
     assert pallas_kernels.explain("gated_delta_rule", **arrays, platform="tpu").implementation == "xla"
     assert pallas_kernels.explain("causal_conv", implementation="reference").implementation == "reference"
-    with pytest.raises(NotImplementedError, match="gpu backend has no kernel of its own for state_space"):
-        pallas_kernels.explain("state_space", implementation="gpu")
+    with pytest.raises(NotImplementedError, match="gpu backend has no kernel of its own for causal_conv"):
+        pallas_kernels.explain("causal_conv", implementation="gpu")
     with pytest.raises(TypeError, match="causal_conv takes no q"):
         pallas_kernels.explain("causal_conv", q=None)
 

@@ -302,9 +302,10 @@ def of_a_cache(**fields):
 def fate(compiled, pools):
     """What a program does to its pools."""
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    pool_type = re.escape("bf16[" + ",".join(map(str, pools[0].shape)) + "]")
+    dtype = {"bfloat16": "bf16", "float32": "f32"}[pools[0].dtype.name]
+    pool_type = re.escape(f"{dtype}[{','.join(map(str, pools[0].shape))}]")
     return {
-        "pool_bytes": sum(pool.size * 2 for pool in pools),
+        "pool_bytes": sum(pool.size * pool.dtype.itemsize for pool in pools),
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "pool_copies": len(re.findall(rf"= {pool_type}\S* copy(?:-start)?\(", text)),

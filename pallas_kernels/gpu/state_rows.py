@@ -1,0 +1,61 @@
+"""What thread blocks that update states are told of each row: its slots, its tokens, and whose turn is when."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.state_batch import StateBatch
+
+# The columns of `plan_rows`.
+SOURCE, TARGET, BEGIN, COUNT, BEGINS, POSITION, TURNS, NEXT = range(8)
+
+
+def plan_rows(batch: StateBatch, num_slots: int, num_tokens: int) -> jax.Array:
+    """Returns `i32[S, 8]`: the slot that a row reads and the one that it writes, -1 for none; its first token among the
+    `num_tokens` flat ones and how many it has; whether it begins; the position of its first token; and the turns that
+    its thread blocks take, and which row has the turn after its own.
+
+    Rows run at once, but where one writes a slot that others read: these go one after another in the thread blocks of
+    the first, and the others' do nothing, as those of rows without tokens.
+    """
+    assert batch.query_starts is not None
+    begin = jnp.clip(batch.query_starts, 0, num_tokens)
+    count = jnp.clip(batch.query_lens, 0, num_tokens - begin)
+    written = batch.targets(num_slots)
+    target = jnp.where(written < num_slots, written, -1)
+    source = jnp.clip(batch.slots, 0, num_slots - 1)
+    turns, following = (count > 0).astype(jnp.int32), jnp.zeros_like(count)
+    if batch.to_slots is not None or batch.snapshot_slots is not None:
+        writes = target[:, None]
+        if batch.snapshot_slots is not None:
+            writes = jnp.concatenate([writes, batch.snapshot_slots], axis=1)
+        read = jnp.where((count > 0) & ~batch.begins, source, -1)
+        turns, following = plan_turns(read, jnp.where((count > 0)[:, None], writes, -1), turns)
+    columns = (source, target, begin, count, batch.begins, batch.starts, turns, following)
+    return jnp.stack([x.astype(jnp.int32) for x in columns], axis=1)
+
+
+def plan_turns(read: jax.Array, writes: jax.Array, turns: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns how many turns each row's thread blocks take, `i32[S]`, and the row after it, `i32[S]`.
+
+    Args:
+      read: `i32[S]`, the slot that a row reads; -1: none.
+      writes: `i32[S, n]`, the slots that it writes; -1: none.
+      turns: `i32[S]`, 1 for rows that have any tokens.
+    """
+    count, largest = read.shape[0], jnp.iinfo(jnp.int32).max
+    row = jnp.arange(count, dtype=jnp.int32)
+    earlier = row[None, :] < row[:, None]
+    # [reader, writer]: of which slot they must agree; -1: of none.
+    meets = (read[:, None, None] == writes[None]).any(axis=2) & (earlier | earlier.T) & (read >= 0)[:, None]
+    slot = jnp.where(meets, read[:, None], -1)
+    most = jnp.maximum(slot.max(axis=1), slot.max(axis=0))
+    slot = jnp.where(meets, read[:, None], largest)
+    least = jnp.minimum(slot.min(axis=1), slot.min(axis=0))
+    # Rows that meet at one slot make one queue. Should one meet others at two, all make one.
+    together = jnp.any((most >= 0) & (most != least))
+    queue = jnp.where(most < 0, -1, jnp.where(together, 0, most))
+    same = (queue[:, None] == queue[None, :]) & (queue >= 0)[:, None]
+    is_first = ~jnp.any(same & earlier, axis=1)
+    length = jnp.where(queue < 0, turns, jnp.where(is_first, jnp.sum(same, axis=1, dtype=jnp.int32), 0))
+    behind = jnp.where(same & earlier.T, row[None, :], count - 1)
+    return length, behind.min(axis=1)

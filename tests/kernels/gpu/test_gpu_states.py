@@ -1,0 +1,149 @@
+"""The kernel that updates states against the reference: interpreted with races detected, or natively on a GPU.
+
+Then negative controls: with a known mistake it must fail. What only the compiler shows is in tests/compile.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from gpu_mistakes import SOURCES, outcome, plant
+from nightly import NIGHTLY
+from planting import Plant
+from state_trials import TRIALS, draw_trial
+
+import pallas_kernels
+
+BY_DAY = ("space", "tokens", "shared slots")
+
+
+@pytest.mark.parametrize("name", TRIALS if NIGHTLY else BY_DAY)
+def test_against_the_reference(name, interpret):
+    TRIALS[name].check(interpret)
+
+
+@pytest.mark.parametrize("seed", range(60 if NIGHTLY else 3))
+def test_random_steps(seed, interpret):
+    draw_trial(seed).check(interpret, seed)
+
+
+def test_each_row_has_its_turn_once():
+    """... and in order, whoever reads what another writes."""
+    for seed in range(20):
+        draw_trial(seed).check_turns()
+
+
+UNSYNCHRONISED = {"race", "wrong", "barrier"}
+COLUMNS = "(source, target, begin, count, batch.begins, batch.starts, turns, following)"
+FORGET = "state = state * (keys(gate) if has_channel_gates else gate)"
+# By name: the trial, how it may end, and what is planted.
+MISTAKES = {
+    "a state read before it arrives": (
+        "delta", UNSYNCHRONISED, Plant("update_states", "plgpu.barrier_wait(ready)", "")
+    ),
+    "a state overwritten while it leaves": (
+        "tokens", {"race"}, Plant("update_states", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "")
+    ),
+    "rows that begin read their slot": (
+        "delta", {"wrong"}, Plant("plan_rows", COLUMNS, COLUMNS.replace("batch.begins", "0 * count"))
+    ),
+    "rows that share a slot at once": (
+        "shared slots", {"wrong"},
+        Plant("plan_rows", "batch.to_slots is not None or batch.snapshot_slots is not None", "False"),
+    ),
+    "the last of a queue first": (
+        "shared slots", {"wrong", "race"},
+        Plant("plan_turns", "same & earlier.T", "same & earlier"),
+        Plant("plan_turns", "jnp.any(same & earlier, axis=1)", "jnp.any(same & earlier.T, axis=1)"),
+    ),
+    "a chain's links by themselves": (
+        "chain", {"wrong"}, Plant("plan_turns", "jnp.where(together, 0, most)", "most")
+    ),
+    "snapshots in nobody's way": (
+        "a snapshot in a slot that was read", {"wrong"},
+        Plant("plan_rows", "jnp.concatenate([writes, batch.snapshot_slots], axis=1)", "writes"),
+    ),
+    "a snapshot a token late": (
+        "tokens", {"wrong", "race"}, Plant("update_states", "after = position + i + 1", "after = position + i")
+    ),
+    "a snapshot counted from the row's beginning": (
+        "tokens", {"wrong", "buffer has shape"},
+        Plant("update_states", "lax.div(position, jnp.int32(every))", "jnp.int32(0)"),
+    ),
+    "one token again and again": (
+        "tokens", {"wrong"}, Plant("update_states", "begin + jnp.minimum(i + 1, count - 1)", "begin")
+    ),
+    "the first values for all": (
+        "odd sizes", {"wrong", "race"}, Plant("update_states", "recurrence.span(part)", "recurrence.span(0 * part)")
+    ),
+    "another head's keys": (
+        "delta", {"wrong", "buffer has shape"},
+        Plant("_delta_rule", "arrays['q'].at[token, lax.div(head, jnp.int32(shared))]", "arrays['q'].at[token, head]"),
+    ),
+    "another group's keys": (
+        "space", {"wrong", "buffer has shape"},
+        Plant("_state_space", "lax.div(head, jnp.int32(heads // groups))", "head"),
+    ),
+    "learned before forgotten": (
+        "delta", {"wrong"},
+        Plant("_delta_rule", "lacks = (v - (state * keys(k)).sum(axis=0)) * beta", ""),
+        Plant("_delta_rule", FORGET, f"lacks = (v - (state * keys(k)).sum(axis=0)) * beta\n{FORGET}"),
+    ),
+    "an input without its time step": ("space", {"wrong"}, Plant("_state_space", "x * dt", "x")),
+    "padding not hidden": (
+        "tokens", {"wrong"},
+        Plant("mixers:_run", "hide_padding(y.reshape(values.shape), values, batch)", "y.reshape(values.shape)"),
+    ),
+}  # fmt: skip
+MISTAKES_BY_DAY = ("a state read before it arrives", "rows that share a slot at once")
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a known-bad kernel may hang a GPU")
+@pytest.mark.parametrize("name", MISTAKES if NIGHTLY else MISTAKES_BY_DAY)
+def test_mistake(name, monkeypatch):
+    trial, expected, *plants = MISTAKES[name]
+    plant(monkeypatch, *plants)
+    assert outcome(TRIALS[trial]) in expected
+
+
+def test_every_mistake_can_be_made():
+    for name, (_, _, *plants) in MISTAKES.items():
+        assert SOURCES.broken(*plants), name
+
+
+def arguments(op="gated_delta_rule", state=(4, 64, 64), stored=jnp.float32, **changed):
+    """Shapes of a decode step, as `explain` takes them."""
+    shape, (heads, first, last) = jax.ShapeDtypeStruct, state
+    if op == "state_space":
+        tokens = {"x": (heads, first), "dt": (heads,), "B": (1, last), "C": (1, last)}
+        arrays = {"A": shape((heads,), jnp.float32)}
+    else:
+        tokens = {"q": (1, first), "k": (1, first), "v": (heads, last), "g": (heads,), "beta": (heads,)}
+        arrays = {}
+    arrays |= {name: shape((2, 1, *x), jnp.bfloat16) for name, x in tokens.items()}
+    return dict(op=op, states=shape((9, *state), stored), platform="cuda") | arrays | changed
+
+
+REFUSED = {
+    "takes float32, bfloat16 and float16, but states is float64": arguments(stored=jnp.float64),
+    "but beta is float8_e4m3fn; cast it": arguments(beta=jax.ShapeDtypeStruct((2, 1, 4), jnp.float8_e4m3fn)),
+    "keys in multiples of 8 up to 256 and values in multiples of 64, but states have 64 and 48": arguments(
+        state=(4, 64, 48)
+    ),
+    "states have 12 and 64": arguments(state=(4, 12, 64)),
+    "states have 264 and 64": arguments(state=(4, 264, 64)),
+    "keys in multiples of 32 up to 256 and values in multiples of 16, but states have 48 and 64": arguments(
+        "state_space", state=(4, 64, 48)
+    ),
+    "no kernel of its own for causal_conv": dict(op="causal_conv", platform="cuda"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_xla_runs_what_is_refused_and_explain_says_why(reason):
+    choice = pallas_kernels.explain(**REFUSED[reason])
+    assert choice.implementation == "xla" and reason in choice.reason
+
+
+@pytest.mark.parametrize("op", ["gated_delta_rule", "state_space"])
+def test_gpus_choose_the_kernel(op):
+    assert pallas_kernels.explain(**arguments(op)).implementation == "gpu"

@@ -1,0 +1,96 @@
+"""Compile the kernels that update states for an H200 on a machine without one; as gpu_compile.py does for attention's.
+
+python gpu_compile_states.py JOB ...
+"""
+
+import json
+import re
+import sys
+
+import gpu_compile
+import jax
+import jax.numpy as jnp
+import pytest
+from gpu_compile import array, compile_, fate
+from planting import Plant
+
+import pallas_kernels
+
+gpu_compile.KERNELS += ("gated_delta_rule", "state_space")
+ROWS, SLOTS = 32, 65
+FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+
+
+def delta(heads, *, keys=128, values=128, channels=False, axes=(ROWS, 1), **others):
+    """Arrays of a delta rule with so many heads of values and of keys."""
+    arrays = {name: array((*axes, heads[1], keys)) for name in ("q", "k")} | {"v": array((*axes, heads[0], values))}
+    arrays["g"] = array((*axes, heads[0], keys) if channels else (*axes, heads[0]), jnp.float32)
+    arrays["beta"] = array((*axes, heads[0]), jnp.float32)
+    return step("gated_delta_rule", arrays, {}, (heads[0], keys, values), axes, **others)
+
+
+def space(heads, *, keys=128, values=64, axes=(ROWS, 1), **others):
+    """Arrays of a state space with so many heads and groups."""
+    arrays = {"x": array((*axes, heads[0], values)), "dt": array((*axes, heads[0]), jnp.float32)}
+    arrays |= {name: array((*axes, heads[1], keys)) for name in ("B", "C")}
+    fixed = {name: array((heads[0],), jnp.float32) for name in ("A", "D")}
+    return step("state_space", arrays, fixed, (heads[0], values, keys), axes, **others)
+
+
+def step(op, arrays, fixed, state, axes, *, stored=jnp.float32, snapshots=0, donate=True, rows=ROWS):
+    """A step of two layers through the door: their kernel, and what the program does to their pools."""
+    row = array((rows,), jnp.int32)
+    given = {name: row for name in ("slots", "to_slots", "lengths", "new", *(["offsets"] if len(axes) == 1 else []))}
+    options = {"every": 16} if snapshots else {}
+    if snapshots:
+        given["snapshot_slots"] = array((rows, snapshots), jnp.int32)
+    pools = tuple(array((SLOTS, *state), stored) for _ in range(2))
+
+    def layers(pools, arrays, fixed, given):
+        value, written = "x" if op == "state_space" else "v", []
+        for pool in pools:
+            y, pool = getattr(pallas_kernels, op)(
+                **arrays, **fixed, **given, **options, states=pool, implementation="gpu"
+            )
+            arrays = arrays | {value: arrays[value] + y}  # so that each layer waits for the one before
+            written.append(pool)
+        return arrays[value], tuple(written)
+
+    compiled, kernels = compile_(layers, pools, arrays, fixed, given, donate_argnums=(0,) if donate else ())
+    entry = re.search(r"^ENTRY .*?^}", compiled.as_text(), re.DOTALL | re.MULTILINE).group()
+    launches = [name for name in re.findall(r"^ .* = .*?[)\]}] ([\w-]+)\(", entry, re.MULTILINE) if name not in FREE]
+    return kernels[op] | fate(compiled, pools) | {"launches": len(launches)}
+
+
+def without_fence():
+    """The state's writes are not published to the copy that takes them to the pool."""
+    from gpu_mistakes import plant
+
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, Plant("update_states", "plgpu.commit_smem()", ""))
+        jax.clear_caches()
+        return JOBS["qwen3-next"]()
+
+
+PROMPTS = {"axes": (2048,), "rows": 4}
+JOBS = {
+    "qwen3-next": lambda: delta((32, 16)),
+    "kimi-linear": lambda: delta((32, 32), channels=True),
+    "nemotron-h": lambda: space((128, 8)),
+    "olmo-hybrid": lambda: delta((30, 30), keys=96, values=192),
+    "falcon-h1": lambda: space((32, 1), keys=256),
+    "keys-256": lambda: delta((8, 8), keys=256, channels=True),
+    "qwen3-next-16-bits": lambda: delta((32, 16), stored=jnp.bfloat16),
+    "qwen3-next-snapshots": lambda: delta((32, 16), snapshots=1),
+    "qwen3-next-4-tokens": lambda: delta((32, 16), axes=(ROWS, 4)),
+    "qwen3-next-prompts": lambda: delta((32, 16), snapshots=8, **PROMPTS),
+    "kimi-linear-prompts": lambda: delta((32, 32), channels=True, **PROMPTS),
+    "nemotron-h-prompts": lambda: space((128, 8), **PROMPTS),
+    "control-not-donated": lambda: delta((32, 16), donate=False),
+    "control-no-fence": without_fence,
+}
+
+
+if __name__ == "__main__":
+    for job in sys.argv[1:]:
+        print("JOB", json.dumps({job: JOBS[job]()}), flush=True)

@@ -1,0 +1,182 @@
+"""Small steps of layers that keep a state: what the GPU kernel's tests pass and each mutant must fail."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import gpu, reference_mixers
+from pallas_kernels.common.ragged_layout import locate
+from pallas_kernels.common.state_batch import StateBatch
+from pallas_kernels.gpu.state_rows import NEXT, TURNS
+
+SLOTS = 12
+STORED = ("float32", "float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A step: a mixer, its rows, and how its arrays are stored."""
+
+    mixer: str  # "delta", "channels" or "space"
+    lengths: tuple[int, ...]
+    new: tuple[int, ...]
+    slots: tuple[int, ...]
+    to_slots: tuple[int, ...] | None = None
+    snapshots: tuple[tuple[int, ...], ...] | None = None
+    every: int | None = None
+    gap: int | None = None  # packed: places before each row's tokens
+    heads: tuple[int, int] = (2, 1)  # of values, of keys
+    sizes: tuple[int, int] = (8, 64)  # keys, values; of a state space 32, 16
+    dtype: str = "float32"
+    stored: str = "float32"
+    skip: int = 1  # axes of D; 0: none
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        if self.gap is not None:
+            return (sum(self.new) + self.gap * (len(self.new) + 1),)
+        return len(self.new), max(self.new)
+
+    def batch(self) -> StateBatch:
+        starts = None
+        if self.gap is not None:
+            starts = np.cumsum(self.new) - self.new + self.gap * (1 + np.arange(len(self.new)))
+        rows = (self.slots, self.lengths, self.new, starts, self.to_slots, self.snapshots)
+        return StateBatch(*(None if x is None else jnp.asarray(x, jnp.int32) for x in rows), self.every)
+
+    def arrays(self, seed=0) -> dict[str, jax.Array]:
+        """Random arrays; NaN in places of no token, and in slots that no row reads."""
+        draw = np.random.default_rng(seed).standard_normal
+        (heads, groups), (keys, values) = self.heads, self.sizes
+        if self.mixer == "space":
+            tokens = {"x": (heads, values), "dt": (heads,), "B": (groups, keys), "C": (groups, keys)}
+            made = {name: draw((*self.axes, *shape)) for name, shape in tokens.items()}
+            made["dt"] = np.log1p(np.exp(made["dt"]))
+            fixed = {"A": -np.exp(draw((heads,))), "D": draw((heads, values)[: self.skip]) if self.skip else None}
+            state = heads, values, keys
+        else:
+            gates = (heads, keys) if self.mixer == "channels" else (heads,)
+            tokens = {"q": (groups, keys), "k": (groups, keys), "v": (heads, values), "g": gates, "beta": (heads,)}
+            made = {name: draw((*self.axes, *shape)) for name, shape in tokens.items()}
+            made["k"] /= np.linalg.norm(made["k"], axis=-1, keepdims=True)
+            made["g"] = -np.exp(made["g"]) * np.where(made["g"] > 1, 60, 1)  # some forget everything
+            made["beta"] = 2 / (1 + np.exp(-made["beta"]))
+            fixed, state = {}, (heads, keys, values)
+        held = draw((SLOTS, *state))
+        rows = zip(self.slots, self.lengths, self.new, strict=True)
+        read = {slot for slot, length, new in rows if 0 < new < length}
+        held[[slot for slot in range(SLOTS) if slot not in read]] = np.nan
+        for x in made.values():
+            x[~self.valid()] = np.nan
+        made = {name: jnp.asarray(x, self.dtype) for name, x in (made | fixed).items() if x is not None}
+        if self.mixer == "space" and not self.skip:
+            made["D"] = None
+        return made | {"states": jnp.asarray(held, self.stored)}
+
+    def valid(self) -> np.ndarray:
+        batch = self.batch()
+        return np.asarray(locate(self.axes, batch.kv_lens, batch.query_lens, batch.query_starts).valid)
+
+    def check(self, interpret, seed=0) -> None:
+        """Raises AssertionError unless outputs and states are the reference's, and other slots untouched."""
+        self.check_turns()
+        arrays, batch = self.arrays(seed), self.batch()
+        name = "state_space" if self.mixer == "space" else "gated_delta_rule"
+        arrays |= {} if self.mixer == "space" else {"scale": 0.3}
+        y, states = jax.jit(lambda arrays: getattr(gpu.mixers, name)(**arrays, batch=batch, interpret=interpret))(
+            arrays
+        )
+        wanted, expected = getattr(reference_mixers, name)(**arrays, batch=batch)
+        valid, (error, loss) = self.valid(), (1e-5 if x == "float32" else 2e-2 for x in (self.dtype, self.stored))
+        y, wanted, states, expected = (np.asarray(x, np.float32) for x in (y, wanted, states, expected))
+        np.testing.assert_allclose(y, np.where(valid[..., None, None], wanted, 0), rtol=error, atol=error)
+        np.testing.assert_allclose(states, expected, rtol=loss, atol=loss)  # NaN equals NaN
+        assert not np.isnan(states[list(self.written())]).any()
+
+    def check_turns(self) -> None:
+        """Raises AssertionError unless every row with tokens has one turn, and rows of which one writes a slot that
+        others read have them one after another in one thread block, readers first. The interpreter runs thread blocks
+        one by one, and sees no race between them."""
+        batch = self.batch().flatten(self.axes)
+        rows = np.asarray(gpu.mixers.plan_rows(batch, SLOTS, int(np.prod(self.axes))))
+        taken, block = [], {}
+        for first in range(len(rows)):
+            row = first
+            for _ in range(rows[first, TURNS]):
+                taken.append(row)
+                block[row], row = first, rows[row, NEXT]
+        assert sorted(taken) == [row for row, new in enumerate(self.new) if new]
+        to, snapshots = self.to_slots or self.slots, self.snapshots or ((),) * len(self.new)
+        for reader in (row for row in taken if self.lengths[row] > self.new[row]):
+            for writer in set(taken) - {reader}:
+                if self.slots[reader] in (to[writer], *snapshots[writer]):
+                    assert block[reader] == block[writer] and taken.index(reader) < taken.index(writer)
+
+    def written(self) -> set[int]:
+        to = self.slots if self.to_slots is None else self.to_slots
+        return {slot for slot, new in zip(to, self.new, strict=True) if new and 0 <= slot < SLOTS}
+
+
+DECODE = dict(lengths=(9, 5, 1, 7), new=(1, 0, 1, 1), slots=(4, 2, 3, 7))
+SPACE = dict(mixer="space", sizes=(32, 16))
+TRIALS = {
+    # A row in the middle, one without a token, and one that begins in a slot of NaN.
+    "delta": Trial("delta", **DECODE),
+    "channels": Trial("channels", **DECODE, sizes=(16, 128)),
+    "space": Trial(**DECODE, **SPACE),
+    # Rows of 3, 0, 5 and 1 tokens; states on the way, of which some go nowhere.
+    "tokens": Trial(
+        "delta", (20, 4, 5, 7), (3, 0, 5, 1), (4, 2, 3, 7), gap=2, every=2,
+        snapshots=((8, -1), (9, 9), (10, 11), (-1, -1)),
+    ),
+    "channels, tokens": Trial("channels", (20, 4, 5), (3, 0, 5), (4, 2, 3), heads=(2, 2)),
+    "space, tokens": Trial(
+        lengths=(20, 4), new=(3, 4), slots=(4, 3), every=4, snapshots=((9,), (8,)), gap=1, skip=2, **SPACE,
+    ),
+    # Three rows read slot 4, and one that begins writes it last; rows of another queue and of none beside them.
+    "shared slots": Trial(
+        "delta", (9, 5, 9, 4, 9, 1), (1,) * 6, (4, 6, 4, 6, 4, 2), (8, 3, 9, 6, -1, 4), heads=(1, 1),
+    ),
+    # Each reads what the next one writes.
+    "chain": Trial("delta", (9, 5, 6, 4), (1,) * 4, (4, 6, 3, 2), (8, 4, 6, 3), heads=(1, 1)),
+    "a snapshot in a slot that was read": Trial(
+        "delta", (9, 8), (1, 1), (4, 6), (8, 6), every=4, snapshots=((-1,), (4,)), heads=(1, 1)
+    ),
+    "16 bits": Trial("delta", **DECODE, dtype="bfloat16", stored="bfloat16"),
+    "space, 16 bits, no skip": Trial(**DECODE, dtype="float16", stored="bfloat16", skip=0, **SPACE),
+    "odd sizes": Trial("delta", (9, 3), (2, 1), (1, 2), sizes=(24, 192), heads=(3, 1)),
+    "wide space": Trial("space", (9, 3), (1, 2), (1, 2), sizes=(64, 48), heads=(2, 2), skip=2),
+    "wild slots": Trial("delta", (9, 3, 4), (1, 1, 1), (1, 2, 5), (99, -7, 6), heads=(1, 1)),
+}  # fmt: skip
+
+
+def draw_trial(seed: int) -> Trial:
+    """A random step: rows come, go, share slots in any way that the door allows."""
+    draw = np.random.default_rng(seed)
+    count, pick = int(draw.integers(1, 5)), draw.choice
+    packed, most = bool(draw.integers(2)), int(pick((1, 1, 4)))
+    new = tuple(int(n) for n in draw.integers(0, most + 1, count))
+    if not any(new):
+        new = (1, *new[1:])
+    lengths = tuple(n + int(pick((0, 1, 6))) if n else int(draw.integers(9)) for n in new)
+    slots, to, free = [], [], list(draw.permutation(SLOTS))
+    written: set[int] = set()
+    for _ in range(count):  # a row may read and write what earlier rows have read, and not what they have written
+        known = [slot for slot in slots if slot not in written]
+        slots.append(int(pick(known)) if known and draw.random() < 0.5 else int(free.pop()))
+        known = [slot for slot in slots if slot not in written]
+        to.append(int(pick(known)) if known and draw.random() < 0.6 else int(free.pop()))
+        written.add(to[-1])
+    every = int(pick((2, 3))) if draw.random() < 0.4 else None
+    snapshots = None
+    if every is not None:
+        snapshots = tuple((int(free.pop()) if free and draw.random() < 0.7 else -1,) for _ in range(count))
+    mixer, heads = pick(("delta", "channels", "space")), ((1, 1), (2, 1), (2, 2))[draw.integers(3)]
+    sizes = ((32, 16), (64, 32), (32, 80)) if mixer == "space" else ((8, 64), (40, 64), (16, 128))
+    sizes, dtypes = sizes[draw.integers(3)], (str(pick(("float32", "bfloat16"))), str(pick(STORED)))
+    return Trial(
+        str(mixer), lengths, new, tuple(slots), tuple(to), snapshots, every, int(draw.integers(2)) if packed else None,
+        heads, sizes, *dtypes, skip=int(draw.integers(3)),
+    )  # fmt: skip
