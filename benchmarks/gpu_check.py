@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from gpu_book import TRYING, Book
 from gpu_plans import FORMS, use_form
+from gpu_states import check_states
 
 from pallas_kernels import gpu, testing, xla
 from pallas_kernels.testing import Case
@@ -28,6 +29,7 @@ KERNELS = {  # what a kind of case starts, the simplest first: the first to hang
     "latent": "paged_latent_decode and paged_decode_merge",
     "latent mixed": "paged_latent_prefill, paged_latent_decode and paged_decode_merge",
     **{form: f"paged_prefill in the form {form}" for form in FORMS},
+    "states": "gated_delta_rule and state_space",
 }
 
 
@@ -72,6 +74,9 @@ def check(book: Book, interpret, *, each: int, seconds: float) -> list[dict[str,
     bad = {row["by"] for row in tried if row.get("error") == TRYING or "broken" in row}
     todo: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
     for nth, kind in itertools.product(range(each), KERNELS):
+        if kind == "states":
+            todo.append((kind, f"{nth}: rows of states", functools.partial(check_states, nth, interpret)))
+            continue
         case = next(itertools.islice(cases(kind), nth, None))
         todo.append((kind, f"{nth}: {case}", functools.partial(check_case, case, interpret, kind, nth)))
     steps = 3 if interpret is not None else STEPS

@@ -11,6 +11,7 @@ import sys
 
 import gpu_book
 import gpu_contenders
+import gpu_states
 import gpu_work
 import jax
 import numpy as np
@@ -36,6 +37,16 @@ def test_work():
     assert {(p.batch, p.context) for p in early if p.what == "decode"} >= {(64, 8192), (1, 131_072), (256, 512)}
     assert {p.kind for p in early} == {None, "int8", "float8_e4m3fn"} and {p.what for p in early} > {"mixed", "prefill"}
     assert {p.block for p in early[:2]} == {16, 64}
+
+
+def test_steps_of_states(interpret):
+    """What is checked and measured on a chip runs, and both that compute compute the same."""
+    gpu_states.check_states(0, interpret)
+    tiny = gpu_states.Shape(heads=1, groups=1, keys=8, values=64)
+    found = {name: prepare().run() for name, prepare in gpu_states.decode_steps(tiny, 2, interpret)}
+    ours, xla = (jax.tree.map(lambda x: np.asarray(x, np.float32), found[name]) for name in ("ours", "xla"))
+    np.testing.assert_allclose(ours[1], xla[1], rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(ours[0], xla[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("nth", range(len(gpu_work.headlines())) if NIGHTLY else (RAGGED,))

@@ -1,0 +1,134 @@
+"""Layers that keep a state on the chip: the kernel's numbers against the reference's, and decode against a copy.
+
+A decode step reads and writes the states of all rows once, as a copy in place of as many bytes does.
+"""
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_contenders import Contender
+
+from pallas_kernels import reference_mixers
+from pallas_kernels.common.state_batch import StateBatch
+from pallas_kernels.gpu import mixers
+from pallas_kernels.xla import mixers as xla_mixers
+
+IN_TURN = 500e6  # bytes of pools that one call after another goes round, for the L2 cache's sake
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A layer: a delta rule with a gate a head or a channel, or a state space."""
+
+    op: str = "gated_delta_rule"
+    heads: int = 32
+    groups: int = 16  # heads of keys
+    keys: int = 128
+    values: int = 128
+    channels: bool = False
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Of a row."""
+        last = (self.keys, self.values) if self.op == "gated_delta_rule" else (self.values, self.keys)
+        return self.heads, *last
+
+    def arrays(self, axes: tuple[int, ...], key: jax.Array, dtype: Any = jnp.bfloat16) -> dict[str, jax.Array]:
+        """Random arrays of tokens."""
+        keys = iter(jax.random.split(key, 8))
+
+        def draw(*shape: int) -> jax.Array:
+            return jax.random.normal(next(keys), shape, jnp.float32)
+
+        of_keys, of_values = (*axes, self.groups, self.keys), (*axes, self.heads, self.values)
+        rate = jax.nn.softplus(draw(*axes, self.heads))
+        if self.op == "state_space":
+            tokens = {"x": draw(*of_values), "B": draw(*of_keys), "C": draw(*of_keys)}
+            rest = {"dt": rate, "A": -jnp.exp(draw(self.heads)), "D": draw(self.heads)}
+        else:
+            unit = draw(*of_keys)
+            unit /= jnp.linalg.norm(unit, axis=-1, keepdims=True)
+            tokens = {"q": draw(*of_keys), "k": unit, "v": draw(*of_values)}
+            gates = jax.nn.softplus(draw(*axes, self.heads, self.keys)) if self.channels else rate
+            rest = {"g": -gates, "beta": jax.nn.sigmoid(draw(*axes, self.heads)), "scale": jnp.float32(self.keys**-0.5)}
+        return {name: x.astype(dtype) for name, x in tokens.items()} | rest
+
+
+LAYERS = {
+    "qwen3-next": Shape(),
+    "kimi-linear": Shape(groups=32, channels=True),
+    "nemotron-h": Shape("state_space", heads=128, groups=8, values=64),
+}
+
+
+def check_states(nth: int, interpret: Any) -> dict[str, Any]:
+    """Compares one random step with the reference: rows of other slots, of no tokens, and NaN where nobody reads."""
+    chosen = random.Random(nth)
+    small = chosen.choice((Shape(heads=2, groups=1, keys=16, values=64), Shape(heads=2, groups=2, channels=True)))
+    space = Shape("state_space", heads=4, groups=2, keys=chosen.choice((32, 128)), values=chosen.choice((16, 64)))
+    shape = chosen.choice((small, space)) if interpret is None else dataclasses.replace(space, keys=32, values=16)
+    rows, most = chosen.choice((1, 4, 40)) if interpret is None else 2, chosen.choice((1, 1, 3, 70))
+    most = most if interpret is None else 2
+    new = np.array([chosen.randint(0, most) for _ in range(rows)])
+    new[0] = max(new[0], 1)
+    lengths = new + np.array([chosen.choice((0, 9)) for _ in range(rows)]) * (new > 0)
+    # Some rows read a slot that the last of them writes, as rows that were forked do.
+    slots = np.array([chosen.choice((1, 2, 3 + row)) for row in range(rows)])
+    last = {int(slot): row for row, slot in enumerate(slots) if new[row]}
+    to = np.array([slot if last.get(int(slot)) == row else 3 + rows + row for row, slot in enumerate(slots)])
+    batch = StateBatch(*(jnp.asarray(x, jnp.int32) for x in (slots, lengths, new)), None, jnp.asarray(to, jnp.int32))
+    key, stored = jax.random.key(nth), chosen.choice((jnp.float32, jnp.float32, jnp.bfloat16))
+    read = np.isin(np.arange(3 + 2 * rows), slots[(new > 0) & (lengths > new)])
+    held = jnp.where(read[:, None, None, None], jax.random.normal(key, (read.size, *shape.state)), jnp.nan)
+    arrays = shape.arrays((rows, most), key) | {"states": held.astype(stored)}
+    ours = functools.partial(getattr(mixers, shape.op), batch=batch, interpret=interpret)
+    y, states = jax.jit(lambda arrays: ours(**arrays))(arrays)
+    wanted, expected = getattr(reference_mixers, shape.op)(**arrays, batch=batch)
+    for found, right, error in ((y, wanted, 0.02), (states, expected, 1e-4 if stored == jnp.float32 else 0.02)):
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, right)), rtol=error, atol=error)
+    return {"agrees": True}
+
+
+def decode_steps(shape: Shape, rows: int, interpret: Any) -> Iterator[tuple[str, Callable[[], Contender]]]:
+    """Who takes part in a decode step of so many rows: this library's kernel, XLA, and a copy in place."""
+    size = rows * int(np.prod(shape.state)) * 4
+    pools, expected = 1 if interpret is not None else max(2, -(-int(IN_TURN) // size)), 2 * size / 2e12 + 10e-6
+    key, row = jax.random.key(0), jnp.arange(rows, dtype=jnp.int32)
+    batch = StateBatch(row + 1, 50 + 0 * row, 1 + 0 * row, None, row + 1)
+
+    def prepare(step: Callable[[dict[str, jax.Array]], Any]) -> Contender:
+        @functools.partial(jax.jit, donate_argnums=0)
+        def steps(held: list[jax.Array], arrays: dict[str, jax.Array]) -> Any:
+            name = "x" if shape.op == "state_space" else "v"
+            for i, states in enumerate(held):  # each waits for the one before, as layers do
+                y, held[i] = step(arrays | {"states": states})
+                arrays = arrays | {name: arrays[name] + y}
+            return held, arrays[name]
+
+        arrays = shape.arrays((rows, 1), key)
+        held = [[jax.random.normal(key, (rows + 1, *shape.state), jnp.float32) for _ in range(pools)]]
+
+        def run() -> Any:
+            held[0], y = steps(held[0], arrays)
+            return held[0], y
+
+        return Contender(run, pools, expected)
+
+    def on(module: Any, **options: Any) -> Callable[[dict[str, jax.Array]], Any]:
+        return lambda arrays: getattr(module, shape.op)(**arrays, batch=batch, **options)
+
+    yield "ours", lambda: prepare(on(mixers, interpret=interpret))
+    yield "xla", lambda: prepare(on(xla_mixers))
+    yield "copy in place", lambda: prepare(lambda arrays: (jnp.zeros((), jnp.bfloat16), arrays["states"] * 1.0001))
+
+
+def measure_decode(shape: Shape, rows: int, prepare: Callable[[], Contender]) -> dict[str, float]:
+    """Returns the seconds of a step, and the bytes of states that it reads and writes in a second."""
+    seconds = prepare().seconds()
+    return {"seconds": seconds, "bytes_per_second": 2 * rows * int(np.prod(shape.state)) * 4 / seconds}
