@@ -11,7 +11,7 @@ from nightly import NIGHTLY
 from steps import on_device
 
 import jaxkv
-from jaxkv._core.config.rotation import rotate
+from pallas_kernels.common.rotation import rotate
 
 HEAD_DIM = 80  # no power of two
 

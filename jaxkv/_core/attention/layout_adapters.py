@@ -22,7 +22,6 @@ from jaxkv._core.attention.table_columns import (
     places_of_tokens,
 )
 from jaxkv._core.config.kv_packing import Apart
-from jaxkv._core.config.rotation import rotate
 from jaxkv._core.state.head_rows import join_heads, row_tables, split_heads, split_offsets, split_tokens
 from jaxkv._core.state.shard_local import BlockRuns, LocalHeads, find_block_runs, find_local_heads
 from jaxkv._core.state.sharding import find_pool_mesh
@@ -30,6 +29,7 @@ from jaxkv._core.state.state import Layer
 from pallas_kernels.api.arguments import check_attention, check_new, check_query_heads
 from pallas_kernels.common.batch import StoredKV, bundle_call
 from pallas_kernels.common.ragged_layout import locate
+from pallas_kernels.common.rotation import rotate
 from pallas_kernels.common.xla_cpu import side_by_side
 
 BY_HEAD = ("sinks", "alibi")  # options with an entry for each query head

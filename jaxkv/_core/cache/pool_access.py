@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.rotation import rotate
 from jaxkv._core.state.shard_local import find_block_runs, find_head_shard, localize_slots, read_slots
 from jaxkv._core.state.state import Pool
+from pallas_kernels.common.rotation import rotate
 
 
 def read_tokens(

@@ -11,9 +11,9 @@ import numpy as np
 from jaxkv._core.config.kv_packing import Apart, OneRow, Pairs
 from jaxkv._core.config.layer_config import kind_of
 from jaxkv._core.config.layer_groups import Groups
-from jaxkv._core.config.rotation import rotate
 from jaxkv._core.config.validation import is_tracing
 from pallas_kernels.common.quantization import FORMATS, StorageFormat
+from pallas_kernels.common.rotation import rotate
 
 
 class ByteSizes(Groups):

@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack
 import jax
 from jax.sharding import Mesh
 
+from jaxkv._core.config import layer_checks as checks
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
 from jaxkv._core.config.config_repr import write_fields, write_layers
 from jaxkv._core.config.fields import LayoutFields
@@ -106,8 +107,8 @@ class CacheConfig(MadeLike):
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, LayerConfig):
                 raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {show(layer)}.")
-            self._check_shared(i, layer)
-        self._check_recurrent()
+            checks.check_shared(self, i, layer)
+        checks.check_recurrent(self)
         flag("CacheConfig.stacked", self.stacked)
         put("dtype", kind_of(self.dtype, "CacheConfig.dtype").declared_dtype)
         if self.head_dim_multiple is None:
@@ -137,10 +138,12 @@ class CacheConfig(MadeLike):
             self._settle_paged(put)
         else:
             raise ValueError(f"CacheConfig.layout must be 'paged' or 'contiguous', not {show(self.layout)}.")
-        self._check_kinds()
-        self._check_snapshots(put)
-        self._check_indices()
-        self._check_evicting()
+        checks.check_formats(self)
+        if self.snapshot_every is not None:
+            put("snapshot_every", integer("CacheConfig.snapshot_every", self.snapshot_every, least=1))
+            checks.check_snapshots(self, self.snapshot_every)
+        checks.check_indices(self)
+        checks.check_evicting(self)
 
     @property
     def settled_fields(self) -> tuple[str, ...]:
@@ -162,119 +165,6 @@ class CacheConfig(MadeLike):
             put(field, None)
         if self.layout == "contiguous" and isinstance(self.block_size, _Settled):
             put("block_size", None)
-
-    def _check_kinds(self) -> None:
-        """Raises ValueError if a layer cannot be stored in its format."""
-        for i, layer in enumerate(self.layers):
-            kind = self.kind(i)
-            if layer.is_recurrent:
-                continue
-            if any(size % kind.numbers_per_entry for size in (self.padded_head_dim(i), layer.row_dim, layer.value_dim)):
-                raise ValueError(
-                    f"{kind.name} stores two numbers to a byte, so head_dim and head_dim_multiple must be even, but "
-                    f"layer {i} has {layer.row_dim} and {self.head_dim_multiple}: choose another dtype for it."
-                )
-
-            if layer.rotate and (not kind.is_quantized or layer.row_rank is not None):
-                rows = "latent" if layer.v_head_dim is None else "one with v_head_dim, of rows"
-                what = f"stored in {self.kind(i).name}" if layer.row_rank is None else rows
-                raise ValueError(
-                    f"CacheConfig.layers[{i}].rotate is for heads in quantised kinds, but the layer is {what}: "
-                    "leave it out, or choose int8, say."
-                )
-
-    def _check_recurrent(self) -> None:
-        """Raises ValueError if layers that keep a state cannot be stored so."""
-        recurrent = self.recurrent_layers
-        if recurrent and len(recurrent) == len(self.layers):
-            raise ValueError(
-                "CacheConfig.layers must name at least one attention layer, whose tables count the tokens of rows, but "
-                "all of them are recurrent."
-            )
-        if recurrent and (self.layout == "contiguous" or self.stacked):
-            what = "stacked=True" if self.stacked else 'layout="contiguous"'
-            raise ValueError(
-                f"CacheConfig.layers[{recurrent[0]}] is one {self.layers[recurrent[0]].retention}, which has a pool of "
-                f"its own, and cannot be stored with {what}: leave it out."
-            )
-
-    def _check_snapshots(self, put) -> None:
-        """Raises ValueError if states cannot stay every `snapshot_every` tokens."""
-        if self.snapshot_every is None:
-            return
-        every = integer("CacheConfig.snapshot_every", self.snapshot_every, least=1)
-        put("snapshot_every", every)
-        if not self.recurrent_layers:
-            raise ValueError(
-                f"CacheConfig.snapshot_every={every} is for recurrent layers, and all layers are attention layers, "
-                "which can go back to any token: leave it out."
-            )
-        if every % self.block_size:
-            raise ValueError(
-                f"CacheConfig.snapshot_every must be a multiple of block_size = {self.block_size}, not {every}."
-            )
-        if self.is_endless:
-            raise ValueError(
-                f"CacheConfig.snapshot_every={every} counts tokens up to max_seq_len, but rows of these layers may "
-                "grow beyond, as no attention layer keeps all tokens: leave it out."
-            )
-
-    def _check_evicting(self) -> None:
-        """Raises ValueError if layers that evict lack their own tables, or rows with bounds have one block."""
-        evicting = [i for i, layer in enumerate(self.layers) if layer.evict is not None]
-        if evicting and (self.contiguous or self.stacked):
-            what = "stacked=True, in which layers share tables" if self.stacked else 'layout="contiguous"'
-            raise ValueError(
-                f"CacheConfig.layers[{evicting[0]}].evict gives back blocks of a table of its own, and there are none "
-                f"with {what}: leave one out."
-            )
-        if self.contiguous and any(layer.bounds for layer in self.layers):
-            raise ValueError(
-                'LayerConfig.bounds tell a row\'s blocks apart, and with layout="contiguous" it has one: leave one out.'
-            )
-
-    def _check_indices(self) -> None:
-        """Raises ValueError if an int32 cannot count the blocks, or the entries of a table."""
-        pairs = zip(self.groups, self.group_blocks, strict=True)
-        most = max((blocks + 1) * (len(layers) if self.stacked else 1) for layers, blocks in pairs)
-        if most > MOST_INDEX:
-            raise ValueError(
-                f"A pool would have {most} blocks, null blocks included, but indices are int32 and end at "
-                f"{MOST_INDEX}: choose fewer, or a larger block_size."
-            )
-        widths = zip(self.table_widths, self.group_heads, strict=True)
-        width, heads = max(widths, key=lambda both: both[0] * both[1])
-        if (entries := self.max_seqs * width * heads) > MOST_INDEX:
-            raise ValueError(
-                f"A table of max_seqs={self.max_seqs} rows of {width} blocks has {entries} entries, "
-                f"but there can be {MOST_INDEX}: choose a smaller max_seqs or max_seq_len, or a larger block_size."
-            )
-
-    def _check_shared(self, i: int, layer: LayerConfig) -> None:
-        if layer.shares_with is None:
-            return
-        if layer.shares_with >= i or self.layers[layer.shares_with].shares_with is not None:
-            raise ValueError(
-                f"CacheConfig.layers[{i}].shares_with must be an earlier layer that stores keys and values of its own, "
-                f"not {layer.shares_with}."
-            )
-        owner = self.layers[layer.shares_with]
-        if owner.is_recurrent:
-            raise ValueError(
-                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {owner.retention}, which has no keys "
-                "and values to share."
-            )
-        shape = ("num_kv_heads", "head_dim", "v_head_dim", "rank")
-        alike = all(getattr(layer, name) == getattr(owner, name) for name in shape)
-        own = (layer.dtype, layer.rotate, layer.evict, layer.index_dim, layer.bounds)
-        if not alike or own != (None, None, None, None, False):
-            raise ValueError(
-                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, so it must have the same "
-                "num_kv_heads and head_dim (v_head_dim too; if latent, rank and rope_dim), and no dtype or rotate "
-                "of its own, nor evict, index_dim or bounds."
-            )
-        if (reason := owner.retention.refuse_reader(layer.retention)) is not None:
-            raise ValueError(f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {reason}.")
 
     def __repr__(self) -> str:
         # What follows from other fields is left out, and so is what is usual on most platforms.

@@ -85,8 +85,8 @@ class LayerConfig:
       shares_with: index of an earlier layer whose keys and values this one reads. The layer stores none of its own.
       rank: for a latent layer, the number of leading entries of a token that are its values too; see `latent`.
       rotate: for a quantized layer, whether heads are rotated before they are stored, so that a few large channels do
-        not determine the scale; see `jaxkv._core.config.rotation`. Queries and outputs are rotated to match. None: the
-        storage format's default.
+        not determine the scale; see `pallas_kernels.common.rotation`. Queries and outputs are rotated to match. None:
+        the storage format's default.
       evict: "layer" or "head": `jaxkv.evict` may drop tokens of a row, for the whole layer or head by head. The layer
         has its own block tables; with "head" one for each KV head, and each block holds one head. Not with `window`
         or `chunk`.
