@@ -87,6 +87,10 @@ def latent(point: Point, attend: Callable, **options) -> Callable:
     """Attention over latent rows, whose output is made as wide as the next call's queries."""
 
     def widened(q, *arrays):
+        if point.chosen is not None:
+            later = jnp.isnan(q[:, :, 0, :1]).astype(jnp.int32)  # each call's own, as each layer chooses by itself
+            tokens = jnp.arange(point.chosen, dtype=jnp.int32) * (point.context // point.chosen)
+            options["tokens"] = tokens[None, None] + later
         out = attend(q, *arrays, rank=point.rank, scale=point.head_dim**-0.5, **options)
         return jnp.concatenate([out, q[..., point.rank :]], axis=-1)
 

@@ -35,6 +35,7 @@ class Point:
     rank: int | None = None  # latent rows, of which so many numbers are the values
     kind: str | None = None  # of a quantised pool
     ragged: bool = False  # rows from next to nothing to twice the context, which is then their mean
+    chosen: int | None = None  # tokens that each query attends to, spread over the context
     chunk: int | None = None  # the first row's new tokens, in a packed step whose other rows have one each
 
     @property
@@ -55,13 +56,15 @@ class Point:
     @property
     def kv_bytes(self) -> int:
         token = self.head_dim * 2 if self.kind is None else self.head_dim + 4  # a byte each and a scale for all
-        return sum(self.lengths) * self.heads[1] * self.parts * token
+        seen = sum(length if self.chosen is None else min(length, self.chosen) for length in self.lengths)
+        return seen * self.heads[1] * self.parts * token
 
     @property
     def flops(self) -> float:
         """Of causal attention: both products, over what each new token sees."""
         rows = [(self.chunk or self.new, 1), (self.new, self.batch - 1)]
-        seen = sum(count * new * (self.context - new / 2) for new, count in rows)
+        context = self.context if self.chosen is None else min(self.context, self.chosen)
+        seen = sum(count * new * (context - new / 2) for new, count in rows)
         return 2 * seen * self.heads[0] * (self.head_dim + (self.rank or self.head_dim))
 
     @property
@@ -165,6 +168,7 @@ def headlines() -> list[Piece]:
         prefill(4, 8192, 512),  # chunks
         decode(32, 2048, rivals="all"),
         (None, dataclasses.replace(LATENT, heads=(128, 1)), "none"),  # DeepSeek V3
+        (None, dataclasses.replace(LATENT, context=32_768, chosen=2048), "none"),  # DeepSeek V3.2
         (None, Point(LLAMA, 32, 2048, 16, chunk=512), "none"),
         decode(64, 8192, 32, kind="float8_e4m3fn", rivals="none"),
         model(32, 2048),
@@ -194,4 +198,5 @@ def tiny() -> Iterator[Piece]:
     yield None, dataclasses.replace(point, batch=2, ragged=True), "paged"
     yield None, dataclasses.replace(point, batch=2, chunk=17), "none"
     yield None, Point((16, 1), 1, 70, 16, head_dim=192, rank=128), "none"
+    yield None, Point((16, 1), 1, 70, 16, head_dim=192, rank=128, chosen=9), "none"
     yield Model(2, 16, 16), point, "none"

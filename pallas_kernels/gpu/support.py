@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.batch import Call
 from pallas_kernels.common.masks import sight_refusal
 from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu.chosen_tokens import MOST_BYTES, count_bytes, describe_rows
 from pallas_kernels.gpu.dequantize import SCALES_AT_ONCE
 from pallas_kernels.gpu.work_items import MOST_ROWS
 
@@ -20,6 +21,8 @@ def unsupported(op: str, call: Call) -> str | None:
     """Returns why the kernels cannot run `op` on a call of these shapes, and the way out; None if they can."""
     if op != "paged_attention":
         return f"The gpu backend has no kernel of its own for {op}; {FALLBACK}."
+    if call.mask.tokens is not None:
+        return _chosen_refusal(call)
     q, (kv, kv_scale, rank) = call.q, (call.stored.kv, call.stored.scale, call.stored.latent_rank)
     kind, tables = call.stored.format.kind, call.batch.block_tables
     head_dim, block_size, stored = q.shape[-1], kv.shape[3], kv.shape[4]
@@ -78,6 +81,16 @@ def _can_decode(call: Call) -> bool:
     (_, width, num_heads, head_dim), kv = call.q.shape, call.stored.kv
     split = tuning.split_heads(num_heads // kv.shape[2], kernel_head_dim(head_dim), kv.dtype.itemsize)
     return split.can_decode(width, deterministic=call.options.deterministic)
+
+
+def _chosen_refusal(call: Call) -> str | None:
+    """Of chosen tokens."""
+    if (size := count_bytes(call)) > MOST_BYTES:
+        return (
+            f"The gpu kernels bring the rows of chosen tokens together, {MOST_BYTES} bytes at most, not {size}; take "
+            f"fewer queries in one step, or {FALLBACK}."
+        )
+    return unsupported("paged_attention", describe_rows(call))
 
 
 def _latent_refusal(q, num_kv_heads: int, kind: str | None, rank: int) -> str | None:

@@ -113,6 +113,7 @@ if NIGHTLY:
     }
 
 
+CHOSEN = ["chosen"] * NIGHTLY
 KEPT = ["bounds", "heads"] * NIGHTLY
 STEPS = ["step", *["step-shared"] * NIGHTLY]
 
@@ -122,7 +123,7 @@ def report():
     """Everything that gpu_compile.py prints, by job."""
     controls = ("no-fence", "too-many-registers", "not-donated", "not-unique") * NIGHTLY
     controls = [f"control-{name}" for name in controls]
-    jobs = [*DECODE_BUDGETS, *PREFILL, *FORMS, *QUANTISED, *WIDE_QUANTISED, *LATENT, "launches", *STEPS, *KEPT]
+    jobs = [*DECODE_BUDGETS, *PREFILL, *FORMS, *QUANTISED, *WIDE_QUANTISED, *LATENT, "launches", *STEPS, *CHOSEN, *KEPT]
     jobs += [*["scanned", "other-launches"] * NIGHTLY, *controls]
     found = {}
     for job in printed_by("gpu_compile.py", *jobs):
@@ -301,6 +302,15 @@ def test_layers_that_keep_bounds_or_evict_by_heads(name, report):
     lists = {"bounds": 1, "heads": 2}[name]  # of work: one for each group of layers
     assert step["kernels"] == lists + 4 and step["pool_copies"] == 0  # split and merge of each layer
     assert step["alias_bytes"] >= step["pool_bytes"] and step["temp_bytes"] < 0.1 * step["pool_bytes"], step
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_chosen_rows_are_brought_together(name, report):
+    """Of the pool they alone are copied, 75 MB, beside 36 MB of what rows were cut into."""
+    step = report[name].pop("step")
+    assert all(kernel["spills"] == 0 for kernel in report[name].values())
+    assert step["kernels"] == 3 and step["launches"] <= 14 and step["scatters"] == 1
+    assert step["pool_copies"] == 0 and step["temp_bytes"] < 130e6 < step["pool_bytes"] / 9
 
 
 @pytest.mark.parametrize("name", STATES)

@@ -180,9 +180,15 @@ DECODE_STEPS = {"128, 1": (128, 1, 256), "16, 1": (16, 1)}
 OTHER_STEPS = {"128, 4": (128, 4, ROWS, 80), "128, 2048": (128, 2048, 1)}
 
 
+def count_launches(compiled):
+    """What the device is given to do in a program."""
+    free = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+    entry = re.search(r"^ENTRY .*?^}", compiled.as_text(), re.DOTALL | re.MULTILINE).group()
+    return sum(name not in free for name in re.findall(r"^ .* = .*?[)\]}] ([\w-]+)\(", entry, re.MULTILINE))
+
+
 def launches(steps):
     """What the device is given to do in each of some steps: in a layer, and once in all."""
-    free = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
 
     def count(num_layers, blocks, tokens, rows=ROWS, head_dim=128):
         pools = tuple(array((NUM_BLOCKS, 2, 8, 16, 128)) for _ in range(num_layers))
@@ -200,8 +206,7 @@ def launches(steps):
         row = array((rows,), jnp.int32)
         tables = array((rows, blocks), jnp.int32)
         compiled, _ = compile_(layers, pools, queries, new, tables, row, row, donate_argnums=0)
-        entry = re.search(r"^ENTRY .*?^}", compiled.as_text(), re.DOTALL | re.MULTILINE).group()
-        return sum(name not in free for name in re.findall(r"^ .* = .*?[)\]}] ([\w-]+)\(", entry, re.MULTILINE))
+        return count_launches(compiled)
 
     found = {}
     for name, step in steps.items():
@@ -315,6 +320,21 @@ def fate(compiled, pools):
     }
 
 
+def chosen(rows=32, top_k=2048, blocks=16_385):
+    """A decode step of one layer of DeepSeek V3.2, each token's choice of a context of 32,768 given."""
+    shape = SHAPES["deepseek-v3"]
+    pool, row = array((blocks, 1, 1, 64, 576)), array((rows,), jnp.int32)
+    q, tokens = array((rows, 1, shape.num_heads, 576)), array((rows, 1, top_k), jnp.int32)
+
+    def attend(pool, q, tables, lengths, new, tokens):
+        return pallas_kernels.paged_attention(
+            q, pool, tables, lengths, new, tokens=tokens, rank=512, scale=0.1, implementation="gpu"
+        )
+
+    compiled, kernels = compile_(attend, pool, q, array((rows, 512), jnp.int32), row, row, tokens)
+    return kernels | {"step": fate(compiled, [pool]) | {"launches": count_launches(compiled)}}
+
+
 # One that a model has, of every head_dim one with all options, and one with masks from memory.
 OF_ALL_FORMS = {
     "llama3-8b-prefill": named("llama3-8b", tokens=2048, packed=True),
@@ -394,6 +414,7 @@ JOBS = {
         sinks=True,
         sink_tokens=4,
     ),
+    "chosen": chosen,
     "step": step,
     "step-shared": lambda: step(shares=True),
     "scanned": scanned,

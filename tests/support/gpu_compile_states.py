@@ -4,21 +4,19 @@ python gpu_compile_states.py JOB ...
 """
 
 import json
-import re
 import sys
 
 import gpu_compile
 import jax
 import jax.numpy as jnp
 import pytest
-from gpu_compile import array, compile_, fate
+from gpu_compile import array, compile_, count_launches, fate
 from planting import Plant
 
 import pallas_kernels
 
 gpu_compile.KERNELS += ("gated_delta_rule", "state_space")
 ROWS, SLOTS = 32, 65
-FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
 
 
 def delta(heads, *, keys=128, values=128, channels=False, axes=(ROWS, 1), **others):
@@ -57,9 +55,7 @@ def step(op, arrays, fixed, state, axes, *, stored=jnp.float32, snapshots=0, don
         return arrays[value], tuple(written)
 
     compiled, kernels = compile_(layers, pools, arrays, fixed, given, donate_argnums=(0,) if donate else ())
-    entry = re.search(r"^ENTRY .*?^}", compiled.as_text(), re.DOTALL | re.MULTILINE).group()
-    launches = [name for name in re.findall(r"^ .* = .*?[)\]}] ([\w-]+)\(", entry, re.MULTILINE) if name not in FREE]
-    return kernels[op] | fate(compiled, pools) | {"launches": len(launches)}
+    return kernels[op] | fate(compiled, pools) | {"launches": count_launches(compiled)}
 
 
 def without_fence():
