@@ -162,12 +162,13 @@ class _Watch(threading.Thread):
         self._end(f"{FAILED} with {kind.__name__}: {str(error)[:200]}")
 
     def _await_signs(self) -> None:
-        """Waits until every other process has given a sign. If one is lost, this does not return."""
-        began = time.monotonic()
-        while time.monotonic() - began < self.patience + 4 * BEAT:
-            if all(at > began for _, at in list(self.heard.values())):
-                return
-            time.sleep(BEAT / 4)
+        """Waits until every other process has given two signs: one may have been given before, and is read only now. If
+        one is lost, this does not return."""
+        until = time.monotonic() + self.patience + 4 * BEAT
+        for _ in range(2):
+            began = time.monotonic()
+            while time.monotonic() < until and any(at <= began for _, at in list(self.heard.values())):
+                time.sleep(BEAT / 4)
 
     def end(self) -> None:
         """Reports that this process ends. After an exception it waits for nobody, as JAX would."""

@@ -184,6 +184,7 @@ def test_an_error_of_the_device_is_a_failure_once_all_others_gave_a_sign(clock, 
     watch.end()  # what was said first stays, and it waits for nobody
     assert store.said["jaxkv/beats/0"] == "failed with RuntimeError: a step" and exits == [1]
     alive.remove(1)
+    store.said["jaxkv/beats/1"] = "given before it went, and read after the error"
     watch.is_over = False
     watch.failed(RuntimeError, error, None)
     assert exits[1] == "process 1 is gone: it has given no sign for 4 s"
