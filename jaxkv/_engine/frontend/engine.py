@@ -19,6 +19,7 @@ from jaxkv._engine.frontend.rollouts import Updatable
 from jaxkv._engine.frontend.serving import Servable
 from jaxkv._engine.frontend.warmup import call_all
 from jaxkv._engine.hosts.lockstep import LockstepCores, list_engine_processes, refuse_options
+from jaxkv._engine.hosts.prefix import share_prefix
 from jaxkv._engine.programs.model import ADAPTERS, Model, check_form, check_shapes, takes
 from jaxkv._engine.programs.recompute import recompute
 from jaxkv._engine.programs.step_rows import Hook, column_of, read_hook
@@ -161,7 +162,6 @@ class Engine(Closable, Servable, Resumable, Updatable):
             steps_per_dispatch=self.steps_per_dispatch, draft=draft, guesses=guesses, prefill=prefill,
             deterministic=deterministic,
         )  # fmt: skip
-        self.prefix = as_one([loop.residents.prefix for loop in self._loops])
         self._loop = DataParallelCores(self._loops, model, self.config) if len(models) > 1 else self._loops[0]
         self._turn, outer_args = EngineLock(), hook_args  # of the requests that are submitted
         if processes:
@@ -170,6 +170,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
             outer_args = HookArgs()
             self._loop = LockstepCores(self._loop, self._loops, processes, said, hook_args, outer_args)
             self._turn.refuse = self._loop.refuse_follower
+        self.prefix = share_prefix(self._loop, as_one([loop.residents.prefix for loop in self._loops]))
         first = self._loops[0]  # all of them have the same options
         self._residents, self._pipeline, self._prefill = first.residents, first.pipeline, first.prefill
         self._remember_given(model)

@@ -69,6 +69,8 @@ def generate(
       ValueError: an invalid argument or prompt; nothing has been computed then.
       FloatingPointError: logits that are NaN or all -inf.
 
+    On a mesh of several processes all call this, with the same arguments, and all get the outputs.
+
     >>> import jaxkv
     >>> model = jaxkv.models.small()
     >>> outputs = jaxkv.generate(model, [list(b"import "), list(b"def main(")], max_new_tokens=8)
@@ -99,11 +101,21 @@ def generate(
         sizes |= _room(lengths, n, max_seqs // devices, max_seq_len, devices, block_size)
     outputs: list[list[int]] = [[] for _ in range(n * len(prompts))]
     with Engine(model, **sizes | engine) as engine_:
+        if engine_.is_following:
+            for request in engine_._follow(keep=True):
+                request.raise_error()
+                outputs[request.number] = request.tokens
+            return _group(outputs, n)
         tokens = engine_.stream(
             prompts, limits, temperature, eos, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, n=n
         )
         for index, token in _progress_bar(tokens, n * sum(limits)) if progress else tokens:
             outputs[index].append(token)
+    return _group(outputs, n)
+
+
+def _group(outputs: list[list[int]], n: int) -> Any:
+    """Returns the outputs of each prompt's n samples together."""
     return outputs if n == 1 else [outputs[i : i + n] for i in range(0, len(outputs), n)]
 
 

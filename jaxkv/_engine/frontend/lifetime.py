@@ -58,13 +58,25 @@ class Closable:
         Traceback (most recent call last):
         RuntimeError: follow is for a model on a mesh of several processes, but this one is all here: submit and step.
         """
+        self._follow(keep=False)
+
+    def _follow(self, *, keep: bool) -> list[Request]:
+        """Does `follow`, and returns the samples of all requests of the first process, as they ended, if it keeps
+        them."""
         if not isinstance(self._loop, LockstepCores):
             raise RuntimeError(
                 "follow is for a model on a mesh of several processes, but this one is all here: submit and step."
             )
-        if not self.is_closed:
-            self._loop.follow()
-            self.close()
+        if self.is_closed:
+            return []
+        requests = self._loop.follow(keep=keep)
+        self.close()
+        return requests
+
+    @property
+    def is_following(self) -> bool:
+        """Tells whether the engine is used from another process, and this one is to be in `follow`."""
+        return isinstance(self._loop, LockstepCores) and not self._loop.channel.is_first
 
     @property
     def is_closed(self) -> bool:
@@ -72,7 +84,8 @@ class Closable:
         return self._turn.is_closed
 
     def __enter__(self) -> Self:
-        self._turn.refuse_closed()
+        if not self.is_following:
+            self._turn.refuse_closed()
         return self
 
     def __exit__(self, *_: object) -> None:

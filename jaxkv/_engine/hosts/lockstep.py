@@ -1,6 +1,7 @@
 """The cores of an engine in several processes, which take the same steps."""
 
 import collections
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ from jaxkv._core.state.interrupts import hold_back_interrupts
 from jaxkv._core.state.multihost import PATIENCE, check_agreement, list_processes
 from jaxkv._engine.hosts.channel import Channel
 from jaxkv._engine.hosts.replica import Replica
-from jaxkv._engine.requests.entries import read_request, render_request
+from jaxkv._engine.requests.entries import parse_salt, read_request, render_request, render_salt
 from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
@@ -63,9 +64,11 @@ class LockstepCores:
         self.submitted: collections.deque[Request] = collections.deque()
         self.cancelled: collections.deque[Request] = collections.deque()
         self.is_at_work = self._is_torn = False
+        self._turn = threading.Lock()  # two threads' messages must be run in the order in which they are sent
         self._replicas: dict[int, Replica] = {}  # those that are not done, by their number in messages
         self._by_origin: dict[Request, Replica] = {}
         self._count = 0  # replicas so far
+        self._made: list[Request] | None = None  # the replicas, if those are kept
         self._news: dict[Request, None] = {}  # replicas with news in this call
         self._speeds: list[float | None] = []  # what was sent last
         for loop in loops:
@@ -141,6 +144,10 @@ class LockstepCores:
             entries.append(entry)
         self._call("adopt", path, entries, origins=[sequence.request for sequence in sequences])
 
+    def change_pins(self, method: str, tokens: list[int], salt: str | bytes | None, adapter: str | None) -> Any:
+        """Calls `pin` or `unpin` of the prefix cache, of which there is one."""
+        return self._call(method, list(tokens), render_salt(salt), adapter)
+
     def close(self) -> None:
         """Frees device memory, in all processes; cancels requests that are not done."""
         for sample in [*self._by_origin, *(sample for request in self.submitted for sample in request.samples)]:
@@ -149,8 +156,9 @@ class LockstepCores:
         self.channel.close()
         self.cores.close()
 
-    def follow(self) -> None:
-        """Makes the calls of the first process, until it closes the engine.
+    def follow(self, *, keep: bool = False) -> list[Request]:
+        """Makes the calls of the first process, until it closes the engine. Returns the requests that it submitted, if
+        they are to be kept.
 
         Raises:
           RuntimeError: this is the first process; it is gone; a call has failed here and not there.
@@ -158,12 +166,13 @@ class LockstepCores:
         if self.channel.is_first:
             raise RuntimeError("follow is for the other processes: this one submits requests and takes the steps.")
         failed: Exception | None = None
+        self._made = [] if keep else None
         while True:
             message = self._receive_after(failed)
             if message["call"] == "fail":
                 failed = None
             elif message["call"] == "close":
-                return
+                return self._made or []
             else:
                 try:
                     self._run(message)
@@ -195,7 +204,7 @@ class LockstepCores:
                 "A step of this engine was cut off here, and other processes went on with it: start all processes "
                 "again; what was saved last can be loaded."
             )
-        with hold_back_interrupts():
+        with hold_back_interrupts(), self._turn:
             self.is_at_work = True
             try:
                 message, submitted = self._compose(name, arguments)
@@ -267,6 +276,8 @@ class LockstepCores:
         replica.number_here = self._count
         self._count += 1
         self._replicas[replica.number_here] = replica
+        if self._made is not None:
+            self._made.append(replica)
         if origins:
             origin = origins.popleft()
             replica.join(origin, self.cancelled.append)
@@ -304,6 +315,16 @@ class LockstepCores:
     def _name_model(self) -> str | None:
         return self.cores.name_model()
 
+    def _pin(self, tokens: list[int], salt: list[str], adapter: str | None) -> int:
+        prefix = self.loops[0].residents.prefix
+        assert prefix is not None
+        return prefix.pin(tokens, salt=parse_salt(*salt), adapter=adapter)
+
+    def _unpin(self, tokens: list[int], salt: list[str], adapter: str | None) -> None:
+        prefix = self.loops[0].residents.prefix
+        assert prefix is not None
+        prefix.unpin(tokens, salt=parse_salt(*salt), adapter=adapter)
+
     def _warm(self, kinds: Iterable[Kind], counts: Iterable[int]) -> None:
         for call in self.cores.warm(tuple(kinds), tuple(counts)):
             call()
@@ -326,7 +347,7 @@ class LockstepCores:
 
     _CALLS: ClassVar[dict[str, Callable[..., Any]]] = {
         "advance": _advance, "tidy": _tidy, "settle": _settle, "reset": _reset, "show": _show, "save": _save,
-        "name_model": _name_model, "warm": _warm, "adopt": _adopt,
+        "name_model": _name_model, "warm": _warm, "adopt": _adopt, "pin": _pin, "unpin": _unpin,
     }  # fmt: skip
 
 

@@ -18,12 +18,12 @@ CHOSEN = {None: 0, 0: -1}  # what entries say where no number of likeliest token
 
 def render_request(request: Request, hook_args: HookArgs) -> dict[str, Any]:
     """Returns the entry of a request, without stop strings. Raises ValueError for hook arguments that are no JSON."""
-    salt, scores = request.salt, request.prompt_logprobs
+    scores = request.prompt_logprobs
     return {
         "number": request.number, "prompt": request.prompt, "limit": request.limit,
         "tokens": request.tokens if request.done else request.output,
         "choice": dataclasses.asdict(request.choice), "eos": sorted(request.eos),
-        "salt": ["bytes", salt.hex()] if isinstance(salt, bytes) else ["str", salt],
+        "salt": render_salt(request.salt),
         "num_logprobs": CHOSEN.get(request.num_logprobs, request.num_logprobs), "given": request.given,
         "stopped": request.stopped, "refusal": request.refusal, "stop_token": request.stop_token,
         "stop_logprob": repr(request.stop_logprob),
@@ -45,7 +45,6 @@ def read_request(
     Raises:
       ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError: it is no entry of a request.
     """
-    kind, salt = entry["salt"]
     choice = entry["choice"]
     request = make(
         number=integer("number", entry["number"], least=0), prompt=_read_tokens(entry["prompt"]),
@@ -54,7 +53,7 @@ def read_request(
             choice["temperature"], choice["top_k"], choice["top_p"], choice.get("min_p", 0.0), choice["seed"],
             choice.get("draws"),
         ),
-        salt=read_salt(bytes.fromhex(salt) if kind == "bytes" else salt),
+        salt=parse_salt(*entry["salt"]),
         num_logprobs=_read_num_logprobs(entry["num_logprobs"]),
         priority=integer("priority", entry.get("priority", 0), least=None, most=None),
         hook_args=hook_args.read(from_json(entry.get("hook_args"))),
@@ -77,6 +76,16 @@ def read_request(
     if not request.prompt or len(request.output) > request.limit:
         raise ValueError("a request has no prompt, or more tokens than its limit")
     return request
+
+
+def render_salt(salt: str | bytes | None) -> list[str | None]:
+    """Returns a salt as JSON."""
+    return ["bytes", salt.hex()] if isinstance(salt, bytes) else ["str", salt]
+
+
+def parse_salt(kind: str, salt: Any) -> str | bytes | None:
+    """Returns what `render_salt` wrote. Raises ValueError for anything else."""
+    return read_salt(bytes.fromhex(salt) if kind == "bytes" else salt)
 
 
 def _read_num_logprobs(said: Any) -> int | None:

@@ -1,0 +1,265 @@
+"""Two engines that share messages as two processes do, in one process: both compute the same, whatever happens."""
+
+import contextlib
+import itertools
+import signal
+import threading
+
+import jax
+import numpy as np
+import pytest
+from checksum_model import Checksum, continuation
+
+import jaxkv
+from jaxkv._core.state.interrupts import hold_back_interrupts
+from jaxkv._engine.hosts.channel import CHUNK, PIECE, Channel
+
+WINDOWS = (None,)
+SIZES = {"max_seqs": 4, "max_seq_len": 48, "block_size": 8, "num_blocks": 12, "step_tokens": 16}
+PROMPTS = [[2, 3], [4] * 9, [5, 6, 7], [4] * 9 + [1]]
+
+
+class Store:
+    """The store of a coordinator."""
+
+    def __init__(self):
+        self.values, self.changed, self.processes, self.tokens = {}, threading.Condition(), [0, 1], itertools.count()
+
+    def key_value_set(self, key, value):
+        with self.changed:
+            assert key not in self.values
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key, milliseconds):
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, min(milliseconds, 50) / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: none")
+            return self.values[key]
+
+    def key_value_delete(self, key):
+        with self.changed:
+            self.values = {k: v for k, v in self.values.items() if not k.startswith(f"{key}/")}
+
+
+@pytest.fixture
+def store(monkeypatch):
+    found = Store()
+    monkeypatch.setattr("jaxkv._engine.frontend.engine.list_engine_processes", lambda model: found.processes)
+    monkeypatch.setattr("jaxkv._engine.hosts.lockstep.check_agreement", lambda *_: None)
+    monkeypatch.setattr("jaxkv._engine.hosts.channel.exchange", lambda *_: [f"t{next(found.tokens) // 2}"] * 2)
+    monkeypatch.setattr("jaxkv._engine.hosts.channel.coordinator_store", lambda: found)
+    return found
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Makes something as another process would."""
+
+    def make(number, call):
+        with monkeypatch.context() as other:
+            other.setattr(jax, "process_index", lambda: number)
+            return call()
+
+    return make
+
+
+@pytest.fixture
+def pair(store, in_process):
+    """Makes an engine of the first process and one that follows it; what that ends with is raised at the end."""
+    started = []
+
+    def make(**options):
+        def engine():
+            return jaxkv.Engine(Checksum(WINDOWS), **SIZES | options)
+
+        first, other, errors = engine(), in_process(1, engine), []
+
+        def follow():
+            try:
+                other.follow()
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        started.append((first, thread))
+        return first, other, errors, thread
+
+    yield make
+    for first, thread in started:
+        first.close()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def tables(engine):
+    """What the other engine has, once it has made the call that this is."""
+    return [np.asarray(x).tolist() for t in engine.cache.tables for x in (t.lengths, t.tables, t.refcounts)]
+
+
+def test_the_other_process_computes_the_same(pair):
+    """With prefixes, samples, stops, a request that leaves, one whose callback fails: the schedule is one."""
+    first, other, errors, thread = pair(prefix_cache=True, num_blocks=9)
+    same = [first.submit(prompt, 12, n=2) for prompt in PROMPTS]
+
+    def fail(request, token):
+        raise KeyError("no")
+
+    failed = first.submit([9, 8], 12, on_token=fail)
+    wanted = continuation(WINDOWS, [8, 9], 12, None)
+    stopped = first.submit([8, 9], 12, stop=[wanted[3:5]])
+    left = first.submit([7] * 5, 20)
+    for _ in range(4):
+        first.step()
+    left.cancel()
+    assert left.ended == "cancelled"
+    for _ in first.run():
+        pass
+    for request, prompt in zip(same, PROMPTS, strict=True):
+        assert [sample.tokens for sample in request.samples] == [continuation(WINDOWS, prompt, 12, None)] * 2
+    assert stopped.tokens == wanted[:3] and stopped.ended == "stop"
+    assert failed.ended == "error" and "KeyError" in failed.error
+    assert first.prefix.pin(PROMPTS[1]) == 8 == first.prefix.known(PROMPTS[1] + [0] * 8)
+    first.prefix.unpin(PROMPTS[1])
+    with pytest.raises(AttributeError, match="has no 'insert' for its users: it has pin, unpin and"):
+        _ = first.prefix.insert
+    sent = first._loop.channel
+    assert sent.num_bytes < 256 * sent.num_messages
+    last = tables(first)
+    counts = first.stats()
+    first.close()
+    thread.join(20)
+    assert not errors and other.is_closed
+    assert [other.steps, other.tokens, other.set_back] == [counts["steps"], counts["tokens"], counts["preemptions"]]
+    assert sum(last[0]) == 0
+
+
+def test_who_is_not_first_is_told_to_follow(pair):
+    first, other, *_ = pair()
+    for call in (lambda: other.submit([1], 2), other.step, lambda: next(other.run()), lambda: other.cache, other.reset):
+        with pytest.raises(RuntimeError, match=r"used from process 0, and this is process 1: call engine\.follow"):
+            call()
+    with pytest.raises(RuntimeError, match="this one submits requests"):
+        first.follow()
+    for call in (lambda: first.update(None), first.release, lambda: first.recompute([1], [2])):
+        with pytest.raises(ValueError, match="is for an engine in one process"):
+            call()
+    with other, pytest.raises(ValueError, match=r"disk= is for an Engine in one process"):  # a `with` does no harm
+        jaxkv.Engine(Checksum(WINDOWS), **SIZES, prefix_cache=True, spill_bytes=10**6, disk="folder")
+
+
+def fails(engine, monkeypatch):
+    """Has the steps of an engine fail, in one of the processes."""
+
+    def fail():
+        raise KeyError("in a step")
+
+    monkeypatch.setattr(engine._loop.cores, "advance", fail)
+
+
+def test_an_error_in_all_processes_ends_no_process(pair, monkeypatch):
+    """A step that fails everywhere alike is raised where the engine is used, and both go on."""
+    first, other, errors, thread = pair()
+    fails(first, monkeypatch), fails(other, monkeypatch)
+    first.submit([1, 2], 3)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="in a step"):
+            first.step()
+    first.close()
+    thread.join(20)
+    assert not errors and other.is_closed
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_processes_that_part_say_so(pair, monkeypatch, who):
+    *both, errors, thread = pair()
+    fails(both[who], monkeypatch)
+    both[0].submit([1, 2], 3)
+    for _ in range(2):
+        with contextlib.suppress(KeyError):
+            both[0].step()
+    thread.join(20)
+    ends = ["ended well", "ended well"]
+    ends[who] = "raised KeyError"
+    assert f"in process 0 a step {ends[0]}, and in process 1 it {ends[1]}" in str(errors[0])
+
+
+def test_a_step_that_is_cut_off_is_the_last(pair, monkeypatch):
+    first, *_ = pair()
+    first.submit([1, 2], 3)
+
+    def cut():
+        raise SystemExit
+
+    monkeypatch.setattr(first._loop.cores, "advance", cut)
+    with pytest.raises(SystemExit):
+        first.step()
+    with pytest.raises(RuntimeError, match="A step of this engine was cut off here"):
+        first.step()
+
+
+def test_a_checkpoint_goes_on_in_one_process_and_back(pair, store, tmp_path):
+    first, *_ = pair()
+    requests = [first.submit(prompt, 12, n=2) for prompt in PROMPTS]
+    for _ in range(5):
+        first.step()
+    first.save(tmp_path / "engine")
+    first.close()
+    wanted = [continuation(WINDOWS, request.prompt, 12, None) for request in requests for _ in range(2)]
+    store.processes = []
+    alone = jaxkv.Engine(Checksum(WINDOWS), **SIZES)
+    store.processes = [0, 1]
+    loaded = alone.load(tmp_path / "engine")
+    for _ in range(3):
+        alone.step()
+    alone.save(tmp_path / "alone")
+    again, other, errors, thread = pair()
+    loaded = again.load(tmp_path / "alone")
+    for _ in again.run():
+        pass
+    assert sorted(request.tokens for request in loaded) == sorted(wanted)
+    again.close()
+    thread.join(20)
+    assert not errors and other.tokens == again.tokens
+
+
+def test_messages_are_read_in_order_and_forgotten(store, in_process):
+    """Long ones in pieces; the store keeps few of them."""
+    first, other = Channel([0, 1]), in_process(1, lambda: Channel([0, 1]))
+    long = "x" * (2 * PIECE + 5)
+    first.send({"call": long})
+    assert other.receive() == {"call": long}
+    for i in range(4 * CHUNK):
+        first.send({"call": i})
+        assert other.receive()["call"] == i
+    assert len(store.values) < 3 * CHUNK
+    with pytest.raises(TimeoutError, match="gave no sign for 1 s"):
+        other.receive(timeout=1)
+    first.close()
+    first.close()
+    assert other.receive() == {"call": "close"}
+
+
+def test_a_coordinator_that_is_gone(store, in_process, monkeypatch):
+    other = in_process(1, lambda: Channel([0, 1]))
+
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
+
+    monkeypatch.setattr(store, "blocking_key_value_get", fail)
+    with pytest.raises(RuntimeError, match="Process 0, from which this engine is used, cannot be reached any more"):
+        other.receive()
+
+
+def test_an_interrupt_waits_for_the_end():
+    done = []
+    with pytest.raises(KeyboardInterrupt), hold_back_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        done.append("first")
+    with pytest.raises(KeyboardInterrupt), hold_back_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        done.append("second")
+        signal.raise_signal(signal.SIGINT)  # who asks twice does not wait
+        done.append("never")
+    assert done == ["first", "second"]

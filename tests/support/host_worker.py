@@ -1,0 +1,119 @@
+"""One of the processes of an engine over all of them; what it finds out, it prints. Run by test_hosts.py.
+
+Requests come and leave by their numbers, so whoever starts the processes again can go on with what was saved.
+"""
+
+import json
+import pathlib
+import re
+import sys
+import time
+
+import jax
+import numpy as np
+from checksum_model import LONGEST, Divided, Placed, Several, continuation
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxkv
+import jaxkv.distributed
+from jaxkv._core.state.multihost import put_replicated
+
+WINDOWS, PATIENCE = (None, 7), 6
+MOVES = r" = .*? ((?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute))(?:-start)?\("
+
+
+def say(name, value=""):
+    print(f"{name}: {value}", flush=True)
+
+
+def ask(number):
+    """The prompt of a request, and how many tokens it wants."""
+    draw = np.random.default_rng(number)
+    common = [7] * int(draw.integers(0, 20)) if draw.random() < 0.5 else []
+    prompt = [*common, *draw.integers(0, 97, int(draw.integers(1, 12))).tolist()]
+    return prompt, int(draw.integers(1, LONGEST - len(prompt)))
+
+
+def leaves(number):
+    """Tells whether a request is cancelled before its end."""
+    return number % 7 == 3
+
+
+def wanted(number):
+    """The tokens of a request."""
+    return continuation(WINDOWS, *ask(number), None)
+
+
+def make_engine(mesh, *, draft=None, **options):
+    """An engine whose model has a head for each of four devices; of one that takes drafts, each device has all."""
+
+    def place(model):
+        return Placed(put_replicated(np.zeros((), np.float32), NamedSharding(mesh, PartitionSpec())), model)
+
+    model = place(Divided(WINDOWS) if draft is None else Several(WINDOWS))
+    if draft is not None:
+        options["draft"] = draft if draft == "ngram" else place(Several(WINDOWS, wrong=3))
+    sizes = {"max_seqs": 4, "max_seq_len": LONGEST, "block_size": 8, "num_blocks": 12, "step_tokens": 16}
+    return jaxkv.Engine(model, **sizes | options)
+
+
+def lead(engine, path, requests, saved_every):
+    """Submits requests until there were so many, and works until all have ended; saves between steps."""
+    running = {}
+    if path.exists():
+        running = {request.number: request for request in engine.load(path)}
+    say("begins", json.dumps(sorted(running)))
+    number, steps, began, seconds = engine._reader.numbers.next, 0, time.monotonic(), 0.0
+    while number < requests or not engine.is_idle:
+        draw = np.random.default_rng([number, steps])
+        while number < requests and len(running) < 8 and draw.random() < 0.5:
+            prompt, count = ask(number)
+            running[number] = engine.submit(prompt, count)
+            assert running[number].number == number
+            number += 1
+        for left in [n for n, request in running.items() if leaves(n) and len(request.tokens) > 1]:
+            running[left].cancel()
+        began = time.perf_counter()
+        pairs = engine.step()
+        seconds, steps = seconds + time.perf_counter() - began, steps + 1
+        for request, token in pairs:
+            if token is None:
+                running.pop(request.number, None)
+                say("result", json.dumps([request.number, request.ended, request.tokens]))
+        if saved_every and steps % saved_every == 0:
+            engine.save(path)
+            say("saved", steps)
+    say("steps", steps)
+    say("milliseconds", 1e3 * seconds / max(steps, 1))
+    if hasattr(engine._loop, "channel"):
+        say("bytes", engine._loop.channel.num_bytes / engine._loop.channel.num_messages)
+    say("stats", json.dumps({k: v for k, v in engine.stats().items() if isinstance(v, int)}))
+    engine.close()
+    say("ended")
+
+
+def list_moves(engine):
+    """The collectives of a decode step of an engine, as XLA compiles it."""
+    pipeline, residents = engine._loops[0].pipeline, engine._loops[0].residents
+    rows = pipeline._rows(None)
+    program = pipeline._program.lower(
+        residents.device.leaves, pipeline.leaves, pipeline._memory, rows, None, None, kind="greedy", count=0, steps=1,
+        verify=0, form=None,
+    )  # fmt: skip
+    return sorted(re.findall(MOVES, program.compile().as_text()))
+
+
+if __name__ == "__main__":
+    process, port, folder, told = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]), json.loads(sys.argv[4])
+    if told["count"] > 1:
+        jaxkv.distributed.initialize(f"127.0.0.1:{port}", told["count"], process, patience=PATIENCE)
+    say("known")
+    shape, axes = told.get("mesh", [[jax.device_count()], ["model"]])
+    engine = make_engine(Mesh(np.array(jax.devices()).reshape(shape), axes), **told["options"])
+    if told.get("moves"):
+        say("moves", list_moves(engine))
+    if process == 0:
+        lead(engine, folder / "engine", told["requests"], told.get("saved_every", 0))
+    else:
+        engine.follow()
+        say("ended")
