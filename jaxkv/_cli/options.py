@@ -137,7 +137,7 @@ def add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan", help="what fits into memory", description="What a cache for a model holds in a given memory."
     )
-    parser.set_defaults(run="jaxkv._cli.plan_command:run")
+    parser.set_defaults(run="jaxkv._cli.plan.command:run")
     add = parser.add_argument
     add("--model", type=pathlib.Path, required=True, help="a Hugging Face folder; its config.json is enough")
     add("--memory", type=parse_bytes,

@@ -17,8 +17,8 @@ import jaxkv
 import jaxkv.text
 from jaxkv import models
 from jaxkv._cli import options
-from jaxkv._cli.chips import CHIPS
 from jaxkv._cli.main import main
+from jaxkv._cli.plan.chips import CHIPS
 from jaxkv._cli.text import read_sampling
 from jaxkv._engine.requests.eviction_policy import SCORES
 from pallas_kernels.common.quantization import FORMATS

@@ -16,9 +16,9 @@ from support.fixtures import DATA
 
 import jaxkv
 from jaxkv import models
-from jaxkv._cli.chips import KERNEL_FORMATS
 from jaxkv._cli.main import main
-from jaxkv._cli.memory_plan import plan
+from jaxkv._cli.plan.capacity import plan
+from jaxkv._cli.plan.chips import KERNEL_FORMATS
 from jaxkv._core.config.byte_sizes import ByteSizes
 from pallas_kernels.api.backends import find_backend
 

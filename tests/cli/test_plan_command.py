@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv._cli.main import main
-from jaxkv._cli.memory_plan import plan
+from jaxkv._cli.plan.capacity import plan
 
 GLOBAL = jaxkv.LayerConfig(num_kv_heads=2, head_dim=24)
 LOCAL = jaxkv.LayerConfig(num_kv_heads=2, head_dim=24, window=9)

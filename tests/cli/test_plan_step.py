@@ -17,11 +17,11 @@ from nightly import NIGHTLY
 
 import jaxkv
 import jaxkv.models
-from jaxkv._cli.chips import CHIPS, chip_named
 from jaxkv._cli.main import main
-from jaxkv._cli.memory_plan import plan
-from jaxkv._cli.plan_devices import Devices
-from jaxkv._cli.plan_step import Collective, collectives, decode_step
+from jaxkv._cli.plan.capacity import plan
+from jaxkv._cli.plan.chips import CHIPS, chip_named
+from jaxkv._cli.plan.decode_step import Collective, collectives, decode_step
+from jaxkv._cli.plan.devices import Devices
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 COLLECTIVE = re.compile(r"= (\w+)\[([0-9,]*)\]\S* (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)")

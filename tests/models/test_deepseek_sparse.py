@@ -15,7 +15,7 @@ from support import fixtures
 
 import jaxkv
 from jaxkv import models
-from jaxkv._cli.plan_step import attention_work
+from jaxkv._cli.plan.decode_step import attention_work
 from jaxkv.models import config_reader
 from jaxkv.models.blocks.indexer import IndexInputs
 from jaxkv.models.checkpoints.parameter_counts import count_parameters

@@ -15,8 +15,8 @@ from nightly import NIGHTLY
 
 import jaxkv
 import jaxkv.models
-from jaxkv._cli.plan_devices import Devices
-from jaxkv._cli.plan_step import collectives
+from jaxkv._cli.plan.decode_step import collectives
+from jaxkv._cli.plan.devices import Devices
 from jaxkv.models import DecoderConfig, Rope
 from jaxkv.models.config import ExpertsConfig
 from jaxkv.models.experts import Experts

@@ -17,7 +17,7 @@ from support import fixtures
 import jaxkv
 from jaxkv import models
 from jaxkv._cli.main import main
-from jaxkv._cli.memory_plan import plan
+from jaxkv._cli.plan.capacity import plan
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._files import safetensors
 from jaxkv.models import config_reader

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkv._cli.chips import Chip
-from jaxkv._cli.plan_step import DecodeStep
+from jaxkv._cli.plan.chips import Chip
+from jaxkv._cli.plan.decode_step import DecodeStep
 from jaxkv._cli.units import columns
 from jaxkv._core.cache.inspection import format_bytes
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv._cli import plan_report
-from jaxkv._cli.chips import Chip, chip_named
-from jaxkv._cli.memory_plan import BLOCK_SIZES, needed_bytes, plan
-from jaxkv._cli.plan_devices import Devices, shapes_of
-from jaxkv._cli.plan_report import AskedRows, DeviceMemory, Needs, Option, Report
-from jaxkv._cli.plan_step_report import shapes_as_text, step_as_json
+from jaxkv._cli.plan import report_json, report_text
+from jaxkv._cli.plan.capacity import BLOCK_SIZES, needed_bytes, plan
+from jaxkv._cli.plan.chips import Chip, chip_named
+from jaxkv._cli.plan.devices import Devices, shapes_of
+from jaxkv._cli.plan.report import AskedRows, DeviceMemory, Needs, Option, Report, held
+from jaxkv._cli.plan.step_report import shapes_as_text, step_as_json
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
 from jaxkv._core.config.cache_config import JOINING
@@ -42,12 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
         return _compare(planner, devices)
     if arguments.memory is None and chip is None:
         needs = planner.needs(devices, _kinds(arguments.dtype))
-        print(json.dumps(plan_report.needs_as_json(needs), indent=1) if arguments.json else
-              plan_report.needs_as_text(needs))  # fmt: skip
+        print(json.dumps(report_json.needs_as_json(needs), indent=1) if arguments.json else
+              report_text.needs_as_text(needs))  # fmt: skip
         return 0
     sizes = arguments.block_size or [size for size in BLOCK_SIZES if size % devices.context == 0] or BLOCK_SIZES[-1:]
     report = planner.report(devices, _kinds(arguments.dtype), sizes)
-    print(json.dumps(plan_report.as_json(report), indent=1) if arguments.json else plan_report.as_text(report))
+    print(json.dumps(report_json.as_json(report), indent=1) if arguments.json else report_text.as_text(report))
     return 0
 
 
@@ -157,7 +157,7 @@ def _compare(planner: _Planner, devices: Devices) -> int:
     for shape in shapes_of(devices.count, planner.config):
         try:
             report = planner.report(shape, _kinds(arguments.dtype)[:1], arguments.block_size or (None,))
-            found.append((plan_report.held(report), report.step))
+            found.append((held(report), report.step))
         except ValueError as error:
             why = str(error)
     if not found:

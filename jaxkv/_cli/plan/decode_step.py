@@ -9,9 +9,9 @@ import dataclasses
 import math
 from typing import Literal
 
-from jaxkv._cli.chips import Chip, Link
-from jaxkv._cli.memory_plan import Plan
-from jaxkv._cli.plan_devices import Devices
+from jaxkv._cli.plan.capacity import Plan
+from jaxkv._cli.plan.chips import Chip, Link
+from jaxkv._cli.plan.devices import Devices
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv.models.config import DecoderConfig, IndexConfig
 
