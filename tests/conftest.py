@@ -25,6 +25,23 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 if not NIGHTLY:
     gc.set_threshold(20_000, 10, 10)
 
+BY_NIGHT = pathlib.Path(__file__).parent / "by_night.txt"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m leave some out
+def pytest_collection_modifyitems(config, items):
+    """Leaves out by day what `by_night.txt` lists: cases that take long, of tests of which others run by day."""
+    if NIGHTLY:
+        return
+    listed, there = set(BY_NIGHT.read_text().splitlines()), {item.nodeid for item in items}
+    files = {item.nodeid.partition("::")[0] for item in items if "::" not in "".join(config.args)}
+    if gone := sorted(case for case in listed - there if case.partition("::")[0] in files):
+        raise pytest.UsageError(f"{BY_NIGHT.name} lists tests that are not there: {', '.join(gone[:5])}")
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.skip(reason="by day cheaper cases of this test run"))
+
+
 MAPS = pathlib.Path("/proc/self/maps")
 MANY_MAPS = 30_000
 

@@ -1,0 +1,22 @@
+"""What runs by night alone is chosen by the times of a run by day."""
+
+from choose_by_night import choose, read_seconds
+
+LOG = """
+3.00s call     tests/a.py::test_cases[0-x y]
+0.50s setup    tests/a.py::test_cases[1]
+0.90s call     tests/a.py::test_cases[1]
+0.20s call     tests/a.py::test_cases[2]
+0.01s teardown tests/a.py::test_cases[2]
+40.00s call     tests/a.py::test_alone
+9.00s call     tests/b.py::test_cases[1]
+(12 durations < 0.005s hidden.  Use -vv to show these durations.)
+"""
+
+
+def test_of_each_test_the_cheapest_cases_run_by_day():
+    seconds = read_seconds(LOG.splitlines())
+    assert seconds["tests/a.py::test_cases[1]"] == 1.4 and len(seconds) == 5
+    assert choose(seconds, most=2) == ["tests/a.py::test_cases[0-x y]"]
+    assert choose(seconds, most=1) == ["tests/a.py::test_cases[0-x y]", "tests/a.py::test_cases[1]"]
+    assert choose(seconds, most=9) == [], "a test's only case stays"
