@@ -1,9 +1,12 @@
 """Messages from the first process of an engine to its other processes."""
 
 import atexit
+import collections
+import concurrent.futures
 import contextlib
 import json
 import secrets
+import time
 from typing import Any
 
 import jax
@@ -34,6 +37,8 @@ class Channel:
         self._number = 0  # of the next piece
         self.num_messages = self.num_bytes = 0  # sent so far
         self.is_closed = False
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxkv messages")
+        self._sent: collections.deque[concurrent.futures.Future[None]] = collections.deque()
         if self.is_first:  # at the end of the program, before JAX has the processes wait for each other
             atexit.register(self.close)
 
@@ -43,14 +48,24 @@ class Channel:
         return self.me == self.processes[0]
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message. Does not wait for those who read it, unless they are far behind."""
+        """Sends a message, in a thread of its own. Does not wait for those who read it, unless they are far behind.
+
+        Raises RuntimeError or TimeoutError if an earlier message could not be sent.
+        """
         text = json.dumps(message, separators=(",", ":"))
+        while self._sent and (self._sent[0].done() or len(self._sent) > CHUNK):
+            self._sent.popleft().result()
+        self._sent.append(self._thread.submit(self._put, text))
+        time.sleep(0)  # lets that thread begin
+        self.num_messages, self.num_bytes = self.num_messages + 1, self.num_bytes + len(text)
+
+    def _put(self, text: str) -> None:
+        """Puts a message into the store."""
         pieces = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
         for piece in pieces:
             self._forget_read()
             self._store.key_value_set(self._key(), ("." if piece is pieces[-1] else "+") + piece)
             self._number += 1
-        self.num_messages, self.num_bytes = self.num_messages + 1, self.num_bytes + len(text)
 
     def receive(self, timeout: float | None = None) -> dict[str, Any]:
         """Waits for the next message.
@@ -72,8 +87,9 @@ class Channel:
         if self.is_first and not self.is_closed:
             self.is_closed = True
             atexit.unregister(self.close)
+            self._thread.shutdown()
             with contextlib.suppress(Exception):  # nobody is left to read it
-                self.send({"call": "close"})
+                self._put(json.dumps({"call": "close"}))
 
     def _key(self) -> str:
         return f"{self._name}/{self._number // CHUNK}/{self._number}"

@@ -11,7 +11,7 @@ from jaxkv._core.state.interrupts import hold_back_interrupts
 from jaxkv._core.state.multihost import PATIENCE, check_agreement, list_processes
 from jaxkv._engine.hosts.channel import Channel
 from jaxkv._engine.hosts.replica import Replica
-from jaxkv._engine.requests.entries import parse_salt, read_request, render_request, render_salt
+from jaxkv._engine.requests.entries import lengthen, parse_salt, read_request, render_request, render_salt, shorten
 from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
@@ -137,7 +137,7 @@ class LockstepCores:
         places = {id(sequence): i for i, sequence in enumerate(sequences)}
         entries, path = [], None
         for sequence in sequences:
-            entry = render_request(sequence.request, self._outer_args)
+            entry = shorten(render_request(sequence.request, self._outer_args))
             entry["followers"] = [places[id(follower)] for follower in sequence.followers]
             if isinstance(sequence.host, SavedRow):
                 path, entry["row"] = str(sequence.host.path), sequence.host.row
@@ -229,7 +229,7 @@ class LockstepCores:
         while self.submitted:
             samples = [sample for sample in self.submitted.popleft().samples if not sample.done]
             try:
-                entries = [render_request(sample, self._outer_args) for sample in samples]
+                entries = [shorten(render_request(sample, self._outer_args)) for sample in samples]
             except ValueError as error:  # hook arguments that are no JSON
                 self.cancel(samples, error)
                 continue
@@ -271,7 +271,7 @@ class LockstepCores:
     def _read(self, entry: dict[str, Any], origins: "collections.deque[Request]") -> Replica:
         """Makes the replica of an entry, and joins it to the next of `origins`, if there are any."""
         replica: Any = read_request(
-            entry, self.hook_args, read_adapter=int, make=Replica, news=self._news, engine=lambda: None
+            lengthen(entry), self.hook_args, read_adapter=int, make=Replica, news=self._news, engine=lambda: None
         )
         replica.number_here = self._count
         self._count += 1

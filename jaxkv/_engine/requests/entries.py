@@ -88,6 +88,26 @@ def parse_salt(kind: str, salt: Any) -> str | bytes | None:
     return read_salt(bytes.fromhex(salt) if kind == "bytes" else salt)
 
 
+# Fields of most entries: messages leave them out.
+USUAL: dict[str, Any] = {
+    "tokens": [], "eos": [], "salt": ["str", None], "num_logprobs": 0, "given": 0, "stopped": None, "refusal": None,
+    "stop_token": None, "stop_logprob": "None", "priority": 0, "hook_args": None, "keep_prefix": True, "adapter": 0,
+    "include_stop": False, "stop": [], "logprobs": [],
+}  # fmt: skip
+USUAL_CHOICE = dataclasses.asdict(SamplingParams.read(0.0, 0, 1.0, 0.0, 0))
+
+
+def shorten(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns an entry without its usual fields."""
+    choice = {name: value for name, value in entry["choice"].items() if value != USUAL_CHOICE[name]}
+    return {n: x for n, x in (entry | {"choice": choice}).items() if n not in USUAL or x != USUAL[n]}
+
+
+def lengthen(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns an entry that was shortened, with all its fields."""
+    return USUAL | entry | {"choice": USUAL_CHOICE | entry["choice"]}
+
+
 def _read_num_logprobs(said: Any) -> int | None:
     number = integer("logprobs", said, least=-1)
     return next((wanted for wanted, name in CHOSEN.items() if name == number), number)
