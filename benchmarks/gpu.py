@@ -33,7 +33,7 @@ from _harness import RESULTS, commit, table
 from gpu_book import Book, in_processes
 from gpu_check import check
 from gpu_contenders import Contender, contenders, give_back, lowered, seconds_of, step_of
-from gpu_states import LAYERS, Shape, decode_steps, measure_decode
+from gpu_states import LAYERS, Shape, measure_step, steps_of
 from gpu_work import MAX_BYTES, Model, Point, headlines, tiny, work
 
 import pallas_kernels
@@ -137,12 +137,14 @@ def measure(book: Book, until: float, interpret, *, quick: bool) -> None:
     reads = [row["bytes_per_second"] for row in book.rows if row["what"] == "read" and "bytes_per_second" in row]
 
     skipped = 0
-    layers = {"tiny": (Shape("state_space", 2, 1, 32, 16), 2)} if dry else {name: (LAYERS[name], 32) for name in LAYERS}
-    for name, (layer, rows) in layers.items():
-        for by, prepare in () if time_is_up() else decode_steps(layer, rows, interpret):
-            what = {"what": "states", "heads": layer.heads, "batch": rows, "kind": name, "by": by}
+    layers = [("tiny", Shape("state_space", 2, 1, 32, 16), 2, 1)] if dry else [
+        (name, LAYERS[name], rows, tokens) for rows, tokens in ((32, 1), (1, 2048)) for name in LAYERS
+    ]  # fmt: skip
+    for name, layer, rows, tokens in layers:
+        for by, prepare in () if time_is_up() else steps_of(layer, rows, tokens, interpret):
+            what = {"what": "states", "heads": layer.heads, "batch": rows, "new": tokens, "kind": name, "by": by}
             if book.wants(what):
-                book.attempt(what, functools.partial(measure_decode, layer, rows, prepare), patience)
+                book.attempt(what, functools.partial(measure_step, layer, rows, prepare), patience)
     for model, point, who in tiny() if dry else work():
         if time_is_up():
             skipped += 1

@@ -72,9 +72,11 @@ def check_states(nth: int, interpret: Any) -> dict[str, Any]:
     chosen = random.Random(nth)
     small = chosen.choice((Shape(heads=2, groups=1, keys=16, values=64), Shape(heads=2, groups=2, channels=True)))
     space = Shape("state_space", heads=4, groups=2, keys=chosen.choice((32, 128)), values=chosen.choice((16, 64)))
-    shape = chosen.choice((small, space)) if interpret is None else dataclasses.replace(space, keys=32, values=16)
     rows, most = chosen.choice((1, 4, 40)) if interpret is None else 2, chosen.choice((1, 1, 3, 70))
     most = most if interpret is None else 2
+    if most == 70:  # in chunks
+        space = dataclasses.replace(space, keys=128, values=64)
+    shape = chosen.choice((small, space)) if interpret is None else dataclasses.replace(space, keys=32, values=16)
     new = np.array([chosen.randint(0, most) for _ in range(rows)])
     new[0] = max(new[0], 1)
     lengths = new + np.array([chosen.choice((0, 9)) for _ in range(rows)]) * (new > 0)
@@ -95,12 +97,18 @@ def check_states(nth: int, interpret: Any) -> dict[str, Any]:
     return {"agrees": True}
 
 
-def decode_steps(shape: Shape, rows: int, interpret: Any) -> Iterator[tuple[str, Callable[[], Contender]]]:
-    """Who takes part in a decode step of so many rows: this library's kernel, XLA, and a copy in place."""
+def steps_of(
+    shape: Shape, rows: int, tokens: int, interpret: Any
+) -> Iterator[tuple[str, Callable[[], Contender]]]:  # fmt: skip
+    """Who takes part in a step of so many rows and tokens of each: this library's kernels, XLA, and in decode a copy in
+    place."""
     size = rows * int(np.prod(shape.state)) * 4
-    pools, expected = 1 if interpret is not None else max(2, -(-int(IN_TURN) // size)), 2 * size / 2e12 + 10e-6
+    pools, expected = (
+        1 if interpret is not None else min(8, max(2, -(-int(IN_TURN) // size))),
+        2 * size / 2e12 + tokens * 1e-6 + 10e-6,
+    )
     key, row = jax.random.key(0), jnp.arange(rows, dtype=jnp.int32)
-    batch = StateBatch(row + 1, 50 + 0 * row, 1 + 0 * row, None, row + 1)
+    batch = StateBatch(row + 1, 50 + tokens + 0 * row, tokens + 0 * row, None, row + 1)
 
     def prepare(step: Callable[[dict[str, jax.Array]], Any]) -> Contender:
         @functools.partial(jax.jit, donate_argnums=0)
@@ -111,7 +119,7 @@ def decode_steps(shape: Shape, rows: int, interpret: Any) -> Iterator[tuple[str,
                 arrays = arrays | {name: arrays[name] + y}
             return held, arrays[name]
 
-        arrays = shape.arrays((rows, 1), key)
+        arrays = shape.arrays((rows, tokens), key)
         held = [[jax.random.normal(key, (rows + 1, *shape.state), jnp.float32) for _ in range(pools)]]
 
         def run() -> Any:
@@ -125,10 +133,11 @@ def decode_steps(shape: Shape, rows: int, interpret: Any) -> Iterator[tuple[str,
 
     yield "ours", lambda: prepare(on(mixers, interpret=interpret))
     yield "xla", lambda: prepare(on(xla_mixers))
-    yield "copy in place", lambda: prepare(lambda arrays: (jnp.zeros((), jnp.bfloat16), arrays["states"] * 1.0001))
+    if tokens == 1:
+        yield "copy in place", lambda: prepare(lambda arrays: (jnp.zeros((), jnp.bfloat16), arrays["states"] * 1.0001))
 
 
-def measure_decode(shape: Shape, rows: int, prepare: Callable[[], Contender]) -> dict[str, float]:
+def measure_step(shape: Shape, rows: int, prepare: Callable[[], Contender]) -> dict[str, float]:
     """Returns the seconds of a step, and the bytes of states that it reads and writes in a second."""
     seconds = prepare().seconds()
     return {"seconds": seconds, "bytes_per_second": 2 * rows * int(np.prod(shape.state)) * 4 / seconds}

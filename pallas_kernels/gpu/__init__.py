@@ -4,7 +4,7 @@
 for both over latent rows. They take their work from lists built on the device (`work_items`) and their tile sizes from
 `tuning`, and share `tiles`; `support` refuses what they cannot do. The write of the cache is XLA's in-place scatter.
 `chosen_tokens` brings rows that were chosen one by one together for them. `mixers` has the layers that keep a state,
-whose kernel is `states` and whose rows `state_rows` puts in order.
+whose kernels are in `recurrence`.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """Layers that keep a state on a Hopper GPU: their arrays as the kernel of all recurrences takes them.
 
-It takes a row's tokens one after another, whether one or thousands: see `states`. Convolutions are XLA's.
+It takes a row's tokens one after another, whether one or thousands: see `recurrence.tokens`. Of state spaces
+`recurrence.chunks` takes many at once. Convolutions are XLA's.
 """
 
 import functools
@@ -11,13 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding
-from pallas_kernels.gpu.state_rows import plan_rows
-from pallas_kernels.gpu.states import ELEMENTS, Recurrence, update_states
+from pallas_kernels.gpu.recurrence.chunks import CHUNK, MOST_KEYS as MOST_CHUNKED_KEYS, PIECE, WIDTH, run_chunks
+from pallas_kernels.gpu.recurrence.rows import plan_rows
+from pallas_kernels.gpu.recurrence.tokens import ELEMENTS, Recurrence, update_states
 from pallas_kernels.gpu.support import FALLBACK, find_chip_refusal
 from pallas_kernels.gpu.tiles import InterpretParams, varies
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MOST_KEYS = 256  # of a head: a thread's registers hold no more of a state
+LEAST_CHUNKED = 16  # tokens of a row, as if all rows had as many
 VALUES = 64  # of a delta rule's head in a thread block
 
 
@@ -123,6 +126,16 @@ def values_at_once(values: int, keys: int) -> int:
     return next((n for n in (64, 32, 16) if not values % n and n * keys <= ELEMENTS), 16)
 
 
+def can_chunk(tokens: dict[str, jax.Array], states: jax.Array, every: int | None, tokens_of_a_row: int) -> bool:
+    """Tells whether a step of a state space is one of chunks: of many tokens, whose inputs have 16 bits."""
+    if "B" not in tokens or any(tokens[name].dtype != jnp.bfloat16 for name in ("x", "B", "C")):
+        return False
+    _, _, values, keys = states.shape
+    if values % WIDTH or keys % PIECE or keys > MOST_CHUNKED_KEYS:
+        return False
+    return tokens_of_a_row >= LEAST_CHUNKED and (every is None or not every % CHUNK)
+
+
 def _run(
     recurrence: Recurrence, tokens: dict[str, jax.Array], fixed: dict[str, jax.Array], values: jax.Array,
     states: jax.Array, batch: StateBatch, interpret: InterpretParams,
@@ -135,15 +148,9 @@ def _run(
     flat = {name: x.reshape(-1, *x.shape[len(token_axes) :]) for name, x in tokens.items()}
     out = jax.ShapeDtypeStruct((flat["v" if "v" in flat else "x"].shape), values.dtype)
     rows = plan_rows(flat_batch, states.shape[0], out.shape[0])
-    y, states = update_states(
-        recurrence,
-        flat | fixed,
-        out,
-        states,
-        rows,
-        batch.snapshot_slots,
-        every,
-        most_tokens=token_axes[-1],
-        interpret=interpret,
-    )
+    arguments = (flat | fixed, out, states, rows, batch.snapshot_slots, every)
+    if can_chunk(flat, states, every, out.shape[0] // batch.slots.shape[0]):
+        y, states = run_chunks(*arguments, interpret=interpret)
+    else:
+        y, states = update_states(recurrence, *arguments, most_tokens=token_axes[-1], interpret=interpret)
     return hide_padding(y.reshape(values.shape), values, batch), states

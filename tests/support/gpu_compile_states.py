@@ -15,7 +15,7 @@ from planting import Plant
 
 import pallas_kernels
 
-gpu_compile.KERNELS += ("gated_delta_rule", "state_space")
+gpu_compile.KERNELS += ("gated_delta_rule", "state_space", "state_space_chunks")
 ROWS, SLOTS = 32, 65
 
 
@@ -55,7 +55,8 @@ def step(op, arrays, fixed, state, axes, *, stored=jnp.float32, snapshots=0, don
         return arrays[value], tuple(written)
 
     compiled, kernels = compile_(layers, pools, arrays, fixed, given, donate_argnums=(0,) if donate else ())
-    return kernels[op] | fate(compiled, pools) | {"launches": count_launches(compiled)}
+    (kernel,) = kernels.values()
+    return kernel | fate(compiled, pools) | {"launches": count_launches(compiled)}
 
 
 def without_fence():
@@ -82,6 +83,8 @@ JOBS = {
     "qwen3-next-prompts": lambda: delta((32, 16), snapshots=8, **PROMPTS),
     "kimi-linear-prompts": lambda: delta((32, 32), channels=True, **PROMPTS),
     "nemotron-h-prompts": lambda: space((128, 8), **PROMPTS),
+    "granite-4-prompts": lambda: space((48, 1), stored=jnp.bfloat16, **PROMPTS),
+    "falcon-h1-prompts": lambda: space((32, 1), keys=256, **PROMPTS),
     "control-not-donated": lambda: delta((32, 16), donate=False),
     "control-no-fence": without_fence,
 }

@@ -9,7 +9,7 @@ import numpy as np
 from pallas_kernels import gpu, reference_mixers
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.state_batch import StateBatch
-from pallas_kernels.gpu.state_rows import NEXT, TURNS
+from pallas_kernels.gpu.recurrence.rows import NEXT, TURNS
 
 SLOTS = 12
 STORED = ("float32", "float32", "bfloat16", "float16")
@@ -121,6 +121,7 @@ class Trial:
 
 DECODE = dict(lengths=(9, 5, 1, 7), new=(1, 0, 1, 1), slots=(4, 2, 3, 7))
 SPACE = dict(mixer="space", sizes=(32, 16))
+CHUNKS = dict(mixer="space", sizes=(128, 64), dtype="bfloat16")
 TRIALS = {
     # A row in the middle, one without a token, and one that begins in a slot of NaN.
     "delta": Trial("delta", **DECODE),
@@ -149,6 +150,21 @@ TRIALS = {
     "odd sizes": Trial("delta", (9, 3), (2, 1), (1, 2), sizes=(24, 192), heads=(3, 1)),
     "wide space": Trial("space", (9, 3), (1, 2), (1, 2), sizes=(64, 48), heads=(2, 2), skip=2),
     "wild slots": Trial("delta", (9, 3, 4), (1, 1, 1), (1, 2, 5), (99, -7, 6), heads=(1, 1)),
+    "chunks of one row": Trial(
+        lengths=(100,), new=(60,), slots=(4,), **CHUNKS | dict(sizes=(64, 64), heads=(1, 1), skip=0)
+    ),
+    # 34 and 56 tokens of a row's chunks, one of a row of one token, 17 of one that begins, and a whole one.
+    "chunks": Trial(
+        lengths=(120, 4, 9, 17, 128), new=(90, 0, 1, 17, 64), slots=(4, 2, 3, 7, 5), gap=2, every=64, **CHUNKS,
+        snapshots=((8, 9), (-1, -1), (10, -1), (-1, -1), (11, -1)),
+    ),
+    "chunks, padded, two parts": Trial(
+        lengths=(20, 70), new=(20, 3), slots=(4, 3), **CHUNKS | dict(sizes=(64, 128), skip=2, heads=(2, 2)),
+    ),
+    "chunks, shared slots": Trial(
+        lengths=(80, 30, 40), new=(20, 18, 16), slots=(4, 4, 6), to_slots=(8, 4, -1),
+        **CHUNKS | dict(skip=0, stored="bfloat16", heads=(1, 1)),
+    ),
 }  # fmt: skip
 
 

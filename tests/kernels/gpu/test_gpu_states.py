@@ -13,7 +13,7 @@ from state_trials import TRIALS, draw_trial
 
 import pallas_kernels
 
-BY_DAY = ("space", "tokens", "shared slots")
+BY_DAY = ("space", "tokens", "shared slots", "chunks of one row")
 
 
 @pytest.mark.parametrize("name", TRIALS if NIGHTLY else BY_DAY)
@@ -89,6 +89,36 @@ MISTAKES = {
         Plant("_delta_rule", FORGET, f"lacks = (v - (state * keys(k)).sum(axis=0)) * beta\n{FORGET}"),
     ),
     "an input without its time step": ("space", {"wrong"}, Plant("_state_space", "x * dt", "x")),
+    "chunks: inputs read before they arrive": (
+        "chunks of one row", UNSYNCHRONISED, Plant("run_chunks", "plgpu.barrier_wait(ready)", "")
+    ),
+    "chunks: inputs overwritten while they are read": (
+        "chunks of one row", {"race"},
+        Plant("run_chunks", "plgpu.commit_smem()\nfetch_next()", "fetch_next()\nplgpu.commit_smem()"),
+    ),
+    "chunks: what is beyond the last token": (
+        "chunks", {"wrong"},
+        Plant("run_chunks", "jnp.where(index(x.shape, 0) < count, x, jnp.zeros_like(x))", "x"),
+    ),
+    "chunks: a token sees its successor": (
+        "chunks of one row", {"wrong"},
+        Plant("run_chunks", "index(square, 1) - index(square, 0)", "index(square, 1) - index(square, 0) - 1"),
+    ),
+    "chunks: leading bits alone": (
+        "chunks of one row", {"wrong"}, Plant("run_chunks", "x - leading.astype(jnp.float32)", "0.0 * x")
+    ),
+    "chunks: inputs not forgotten": (
+        "chunks of one row", {"wrong"}, Plant("run_chunks", "jnp.exp(whole - since)", "jnp.exp(0.0 * since)")
+    ),
+    "chunks: the state after the chunk": (
+        "chunks of one row", {"wrong"}, Plant("run_chunks", "jnp.exp(since)", "jnp.exp(whole)")
+    ),
+    "chunks: chunks from the step's first token": (
+        "chunks", {"wrong"}, Plant("run_chunks", "lax.rem(position, jnp.int32(CHUNK))", "0 * position")
+    ),
+    "chunks: the rest of the tokens from their beginning": (
+        "chunks of one row", {"wrong", "race"}, Plant("run_chunks", "count & -2 * size", "0 * count")
+    ),
     "padding not hidden": (
         "tokens", {"wrong"},
         Plant("mixers:_run", "hide_padding(y.reshape(values.shape), values, batch)", "y.reshape(values.shape)"),

@@ -3,7 +3,7 @@
 A thread block has some columns of one head's state of a row: their values depend on no others. It copies them into
 shared memory while it reads the first token's vectors, goes through the row's tokens, and copies them back. Several
 thread blocks share a multiprocessor, so that copies of some are under way while others compute. Rows without tokens are
-left at once. `state_rows` says in which order rows that share a slot have their turns.
+left at once. `rows` says in which order rows that share a slot have their turns.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu.state_rows import BEGIN, BEGINS, COUNT, NEXT, POSITION, SOURCE, TARGET, TURNS
+from pallas_kernels.gpu.recurrence.rows import BEGIN, BEGINS, COUNT, NEXT, POSITION, SOURCE, TARGET, TURNS
 from pallas_kernels.gpu.tiles import InterpretParams, full, store
 
 ELEMENTS = 8192  # of a state in a thread block: 64 registers of each thread
