@@ -51,5 +51,6 @@ from jaxkv._tiers.host_tier import swap_in as swap_in, swap_out as swap_out
 from jaxkv._tiers.prefix_cache.events import PrefixEvent as PrefixEvent
 from jaxkv._tiers.prefix_cache.match import Match as Match
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache as PrefixCache
+from jaxkv._tiers.remote import receive as receive
 from jaxkv._tiers.send import send as send
 from pallas_kernels import merge_attention as merge_attention

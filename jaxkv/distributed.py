@@ -18,8 +18,9 @@ import jax
 
 from jaxkv._core.config.validation import real
 from jaxkv._core.state.multihost import coordinator_store, global_state
+from jaxkv._tiers.remote import transfer_address as transfer_address
 
-__all__ = ["initialize"]
+__all__ = ["initialize", "transfer_address"]
 
 BEAT = 0.5  # seconds
 ENDED, FAILED, LOST = "ended", "failed", "lost"  # a process's last words; of LOST, why the others end, too

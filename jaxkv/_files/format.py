@@ -149,6 +149,12 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, dict[str, np.ndarray]]:
     for (name, tensor), checksum in zip(tensors.items(), expected[1:], strict=True):
         if _checksum(tensor) != checksum:
             raise DamagedFile(f"{path} is damaged: tensor {name} is not what its checksum says. {AGAIN}")
+    return parse_saved(path, fields, tensors), tensors
+
+
+def parse_saved(path: Any, fields: Mapping[str, str], tensors: dict[str, np.ndarray]) -> SavedCache:
+    """Returns the description of a saved cache from the header's fields. Raises CacheFileError unless the tensors match
+    its config; it names `path`, where they come from."""
     try:
         saved = _saved(fields, tensors)
         _check_tensors(saved, tensors)
@@ -157,7 +163,7 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, dict[str, np.ndarray]]:
             f"{path} holds a cache that this version of jaxkv cannot make ({error}): load it with the version that "
             "saved it."
         ) from error
-    return saved, tensors
+    return saved
 
 
 def _saved(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> SavedCache:

@@ -77,22 +77,10 @@ def save(
     written = Written(cache, _chosen(rows, config.max_seqs))
 
     def write(path: pathlib.Path, config: CacheConfig, here: Callable[..., Any] = _all_of) -> None:
-        shapes = {"lengths": written.lengths.shape} | {f"tables.{g}": x.shape for g, x in enumerate(written.tables)}
-        shapes |= {f"held.{g}": x.shape for g, x in written.held.items()}
-        for i in pool_layers(config):
-            for name, (heads, minor) in stored_parts(config, i).items():
-                shapes[name] = (written.num_blocks(config.group(i)), *heads, written.block_size, *minor)
-        for (i, name), array in stored_states(config).items():
-            shapes[f"state.{i}.{name}"] = (len(written.lengths), *array.shape)
-        if written.snapshots is not None:
-            shapes[SNAPSHOTS] = written.snapshots.table.shape
-            for (i, name), array in stored_states(config).items():
-                shapes[f"snapshot.{i}.{name}"] = (written.num_snapshots, *array.shape)
+        shapes = _find_shapes(written, config)
         write_saved(path, dataclasses.replace(saved, config=config), shapes, written.tensors(here))
 
-    metadata = {} if metadata is None else metadata
-    saved = SavedCache(config=config, lengths=tuple(written.lengths.tolist()), model=model, metadata=metadata,
-                       block_size=written.block_size, groups=config.groups)  # fmt: skip
+    saved = _describe_written(written, config, model, {} if metadata is None else metadata)
     if config.recurrent_layers and not is_local(cache.pools):
         raise ValueError(
             "A cache with recurrent layers can be saved where all of it is on one process: send its rows to one, and "
@@ -104,6 +92,36 @@ def save(
         assert isinstance(cache, Cache)
         shards = SavedShards(cache)
         write_parts(file, saved, shards, functools.partial(write, here=shards.here))
+
+
+def _describe_written(
+    written: Written, config: CacheConfig, model: str | None, metadata: Mapping[str, Any]
+) -> SavedCache:  # fmt: skip
+    return SavedCache(config=config, lengths=tuple(written.lengths.tolist()), model=model, metadata=metadata,
+                      block_size=written.block_size, groups=config.groups)  # fmt: skip
+
+
+def _find_shapes(written: Written, config: CacheConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor by name, in their order."""
+    shapes = {"lengths": written.lengths.shape} | {f"tables.{g}": x.shape for g, x in enumerate(written.tables)}
+    shapes |= {f"held.{g}": x.shape for g, x in written.held.items()}
+    for i in pool_layers(config):
+        for name, (heads, minor) in stored_parts(config, i).items():
+            shapes[name] = (written.num_blocks(config.group(i)), *heads, written.block_size, *minor)
+    for (i, name), array in stored_states(config).items():
+        shapes[f"state.{i}.{name}"] = (len(written.lengths), *array.shape)
+    if written.snapshots is not None:
+        shapes[SNAPSHOTS] = written.snapshots.table.shape
+        for (i, name), array in stored_states(config).items():
+            shapes[f"snapshot.{i}.{name}"] = (written.num_snapshots, *array.shape)
+    return shapes
+
+
+def read_rows(cache: Cache, rows: np.ndarray) -> tuple[SavedCache, dict[str, np.ndarray]]:
+    """Returns what `save` writes of rows `i32[n]`: their description, and the tensors by name."""
+    written = Written(cache, rows)
+    names = _find_shapes(written, cache.config)
+    return _describe_written(written, cache.config, None, {}), dict(zip(names, written.tensors(_all_of), strict=True))
 
 
 def read_source(path: Any) -> pathlib.Path:
@@ -188,6 +206,14 @@ def load(
             f"{path} {whose}, but {model!r} was asked for: keys and values of one model mean nothing to another. "
             "Compute them anew, or load without model= if you know better."
         )
+    return put_saved(path, saved, tensors, config, into, rows, partial_windows)[0]
+
+
+def put_saved(
+    path: Any, saved: SavedCache, tensors: Mapping[str, np.ndarray], config: CacheConfig | None,
+    into: Cache | RowShards | None, rows: Sequence[int | None] | None, partial_windows: bool = False,
+) -> tuple[Any, list[int]]:  # fmt: skip
+    """Does `load` of what was read from `path`, and returns the rows that they are in, too."""
     config = into.config if into is not None else config or saved.config
     check_layers(path, saved.config, config)
     shards = into.shards if isinstance(into, RowShards) else [] if into is None else [into]
@@ -196,13 +222,14 @@ def load(
     empty = np.concatenate(list(map(empty_rows, shards))) if shards else np.ones(config.max_seqs, bool)
     source, target = _places(path, np.array(saved.lengths), rows, config, empty)
     if not isinstance(into, RowShards):
-        return _put(path, saved, tensors, config, into, source, target, partial_windows)
+        cache = _put(path, saved, tensors, config, into, source, target, partial_windows)
+        return cache, target.tolist()
     number, found = config.max_seqs // len(shards), []
     for i, layer in enumerate(shards):
         own = target // number == i
         places = source[own], target[own] - i * number
         found.append(_put(path, saved, tensors, layer.config, layer, *places, partial_windows))
-    return into.with_shards(found)
+    return into.with_shards(found), target.tolist()
 
 
 def _put(

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxkv._core.blocks.reblock import BlockPlan, HeldBlocks, TokensGone, descri
 from jaxkv._core.blocks.restore import describe_layer, empty_rows, put_rows
 from jaxkv._core.blocks.row_snapshots import put_row_snapshots, read_row_snapshots
 from jaxkv._core.blocks.state_slots import put_row_states, read_row_states
-from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.state.arguments import distinct_rows, read_numbers
@@ -27,9 +27,14 @@ from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._tiers.host_blocks import HostBlocks, in_order
 from jaxkv._tiers.host_room import may_share
 from jaxkv._tiers.host_tier import bring_in, make_host, place_states, pool_for
+from jaxkv._tiers.remote import offer
 
 
-def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
+@overload
+def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache: ...
+@overload
+def send(cache: Cache, rows: Any, *, to: str) -> None: ...
+def send(cache: Cache, rows: Any, *, to: Cache | str, at: Any = None) -> Cache | None:
     """Copies rows of one cache into empty rows of another, to prefill on some devices and decode on others.
 
     The blocks go from device to device, in one transfer per layer, where the runtime supports it. Both caches may lie
@@ -41,11 +46,12 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
 
     Args:
       rows: a row index of `cache` or a list of them; `free` them when they are no longer needed there.
-      to: the destination cache.
-      at: the rows of `to`, one for each; default: the same indices.
+      to: the destination cache. Or the address of another process, its `jaxkv.distributed.transfer_address()`: the
+        rows are copied by way of the hosts, and are `receive`d there. This does not wait for it.
+      at: the rows of `to`, one for each; default: the same indices. Not for an address.
 
     Returns:
-      `to` with the rows, equal to the bit.
+      `to` with the rows, equal to the bit. For an address nothing.
 
     Raises:
       ValueError: caches of other layers or dtypes, a row named twice or not empty, a row longer than `to.max_seq_len`,
@@ -64,9 +70,16 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
     >>> jaxkv.send(prefill, 0, to=decode, at=1).lengths.tolist()
     [0, 20]
     """
+    if isinstance(to, str):
+        if at is not None:
+            raise ValueError("at= is for a cache: the process at an address chooses its rows itself, in receive.")
+        check_cache(cache)
+        check_local(cache.pools, "send")
+        offer(cache, _different(cache, "rows", rows), to)
+        return None
     for found in (cache, to):
         if not isinstance(found, Cache):
-            raise ValueError(f"send takes two caches, not {type(found).__name__}.")
+            raise ValueError(f"send takes two caches, or one and an address, not {type(found).__name__}.")
         check_on_host(found, "send")
         check_local(found.pools, "send")
     _check_layers(cache, to)

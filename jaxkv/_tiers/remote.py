@@ -1,0 +1,157 @@
+"""Sends rows to a cache of another process, by JAX's transfer server: `send` to an address, and `receive`."""
+
+import collections
+import concurrent.futures
+import hashlib
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.config.validation import real, show
+from jaxkv._files.format import described, parse_saved
+from jaxkv._files.rows import put_saved, read_rows
+
+_servers: list[Any] = []  # the server of this process, once there is one
+_fetches: dict[str, Any] = {}  # what is to be received from each address next
+_sent: collections.Counter[str] = collections.Counter()  # how often rows were sent to each address
+_received: collections.Counter[str] = collections.Counter()
+
+
+def transfer_address(host: str = "127.0.0.1") -> str:
+    """Returns the address at which other processes get rows from this one, and starts JAX's transfer server.
+
+    Both sides of `send` and `receive` need one; processes tell each other theirs in their own way. They need not be of
+    one JAX program, nor have called `initialize`.
+
+    Args:
+      host: the name or number of this host under which the others reach it, in the first call. Default: this machine
+        alone.
+
+    Raises:
+      ImportError: this JAX has no transfer server.
+
+    >>> import jaxkv
+    >>> jaxkv.distributed.transfer_address() == jaxkv.distributed.transfer_address()
+    True
+    """
+    if not _servers:
+        try:
+            from jax.experimental.transfer import start_transfer_server
+        except ImportError as error:
+            raise ImportError("This JAX has no jax.experimental.transfer: install a newer one.") from error
+        _servers.append(start_transfer_server(jax.local_devices()[0].client, f"{host}:0", [f"{host}:0"]))
+    return _servers[0].address()
+
+
+def offer(cache: Cache, rows: np.ndarray, to: str) -> None:
+    """Offers rows to the process at an address, which gets them by `receive`. They are copied: the cache may change."""
+    saved, tensors = read_rows(cache, rows)
+    told = {"fields": described(saved), "tensors": [[n, x.dtype.name, list(x.shape)] for n, x in tensors.items()]}
+    header = np.frombuffer(json.dumps(told).encode(), np.uint8)
+    name = _name(transfer_address(), to, _sent[to])
+    parts = [[np.array([len(header)], np.int32)], [header], [x for x in tensors.values() if x.size]]
+    for i, arrays in enumerate(parts):  # the next is asked for once what was before says its shape
+        _servers[0].await_pull(name + i, jax.device_put(arrays, jax.local_devices()[0]))
+    _sent[to] += 1
+
+
+def receive(
+    cache: Cache, rows: Sequence[int] | None, source: str, *, timeout: float = 60
+) -> tuple[Cache, list[int]]:  # fmt: skip
+    """Puts rows that another process sends into empty rows of a cache, equal to the bit.
+
+    Each call gets what the next `send(cache, rows, to=address)` there sends to this process's `transfer_address`, or
+    waits for it. The caches may differ as for `send`, in their meshes and block sizes too.
+
+    Args:
+      rows: the rows to put them into, one for each that was sent; None: their own numbers in the order in which they
+        were sent, if all of these are empty, else the first empty rows.
+      source: the `transfer_address` of the other process.
+      timeout: seconds.
+
+    Returns:
+      `(cache, rows)`.
+
+    Raises:
+      TimeoutError: nothing has come in time. ConnectionError: the other process is gone. CacheFileError, a ValueError:
+      layers, dtypes or lengths that the cache cannot hold, too few blocks; ValueError: rows that are none, or not
+      empty. What was sent stays for another call then.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache, kv = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), jnp.ones((1, 2, 20, 2, 8))
+    >>> address = jaxkv.distributed.transfer_address()  # here, of one process in both parts
+    >>> jaxkv.send(jaxkv.append(cache, kv, kv, [20, 5]), [1], to=address)
+    >>> cache, rows = jaxkv.receive(cache, None, address)
+    >>> rows, cache.lengths.tolist()
+    ([0], [5, 0])
+    """
+    check_cache(cache)
+    if not isinstance(source, str):
+        raise ValueError(f"source must be the transfer_address of another process, not {show(source)}.")
+    timeout = real("timeout", timeout, least=0)
+    try:
+        told, tensors = _fetch(source).result(timeout)
+    except concurrent.futures.TimeoutError:
+        raise TimeoutError(f"The process at {source} has sent nothing for {timeout:g} s.") from None
+    except jax.errors.JaxRuntimeError as error:
+        del _fetches[source]
+        raise ConnectionError(
+            f"The process at {source} is gone, or was before it had sent all: compute these rows here, or receive them "
+            "from another."
+        ) from error
+    what = f"What {source} has sent"
+    result, target = put_saved(what, parse_saved(what, told["fields"], tensors), tensors, None, cache, rows)
+    del _fetches[source]
+    return result, target
+
+
+def _name(source: str, target: str, number: int) -> int:
+    """Returns the first of the numbers by which both sides know the arrays of a transfer."""
+    digest = hashlib.blake2b(f"{source} {target} {number}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest) * 4
+
+
+Fetched = tuple[dict[str, Any], dict[str, np.ndarray]]
+
+
+def _fetch(source: str) -> concurrent.futures.Future[Fetched]:
+    """Returns what will have been sent next. A thread waits for it: JAX waits for ever for what is not offered, and for
+    a process that is not there; and what has come once does not come again, so it stays here until it is used."""
+    if source not in _fetches:
+        number = _received[source]
+        _received[source] += 1
+        found: concurrent.futures.Future[Fetched] = concurrent.futures.Future()
+        _fetches[source] = found
+
+        def fetch() -> None:
+            try:
+                found.set_result(_pull_rows(source, number))
+            except Exception as error:
+                found.set_exception(error)
+
+        threading.Thread(target=fetch, name="jaxkv receive", daemon=True).start()
+    return _fetches[source]
+
+
+def _pull_rows(source: str, number: int) -> Fetched:
+    name, connection = _name(source, transfer_address(), number), _servers[0].connect(source)
+    place = SingleDeviceSharding(jax.local_devices()[0])
+
+    def pull(part: int, *specs: tuple[tuple[int, ...], Any]) -> list[np.ndarray]:
+        wanted = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in specs]
+        return [np.asarray(x) for x in connection.pull(name + part, wanted)]
+
+    (size,) = pull(0, ((1,), np.int32))
+    (header,) = pull(1, ((int(size[0]),), np.uint8))
+    told = json.loads(header.tobytes())
+    shapes = {n: (tuple(shape), jnp.dtype(dtype)) for n, dtype, shape in told["tensors"]}
+    arrays = iter(pull(2, *(own for own in shapes.values() if all(own[0]))))
+    return told, {n: next(arrays) if all(x[0]) else np.zeros(*x) for n, x in shapes.items()}

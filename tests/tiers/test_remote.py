@@ -1,0 +1,85 @@
+"""Rows that go to another process: a real one, with a cache of other blocks over two devices, which is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+
+SIZES = {"max_seqs": 3, "max_seq_len": 64, "num_layers": 2, "num_kv_heads": 2, "head_dim": 8}
+OTHER = """
+import sys
+import jax, numpy as np
+import jaxkv, test_remote
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("model",))
+cache = test_remote.make(mesh, block_size=4, num_blocks=48)
+print(jaxkv.distributed.transfer_address(), flush=True)
+source = sys.stdin.readline().strip()
+cache, rows = jaxkv.receive(cache, [2, 0], source)
+print(rows, cache.lengths.tolist(), flush=True)
+jaxkv.send(cache, [2, 0], to=source)
+sys.stdin.readline()
+"""
+
+
+def make(mesh=None, **options):
+    return jaxkv.init(jaxkv.CacheConfig.uniform(**SIZES | options), mesh=mesh)
+
+
+def filled():
+    kv = np.random.default_rng(0).standard_normal((2, 2, 3, 20, 2, 8)).astype(np.float32)
+    return jaxkv.append(make(), *jnp.asarray(kv, jnp.bfloat16), [20, 0, 7])
+
+
+def test_there_and_back():
+    """Another process puts rows into blocks of another size on two devices, and sends them back, equal to the bit."""
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", OTHER], env=environment, **pipes) as other:
+        try:
+            go_there_and_back(other)
+        finally:
+            other.kill()
+
+
+def go_there_and_back(other):
+    cache, empty = filled(), make(block_size=32)
+    address = other.stdout.readline().strip()
+    print(jaxkv.distributed.transfer_address(), file=other.stdin, flush=True)
+    assert jaxkv.send(cache, [0, 2], to=address) is None
+    assert other.stdout.readline().strip() == "[2, 0] [7, 0, 20]"
+    with pytest.raises(ValueError, match="but rows names 1"):
+        jaxkv.receive(empty, [1], address)
+    back, rows = jaxkv.receive(empty, None, address)  # nothing is lost by a bad call
+    assert rows == [0, 1] and back.lengths.tolist() == [20, 7, 0]
+    for layer in range(2):
+        for row, origin in ((0, 0), (1, 2)):
+            found, wanted = jaxkv.gather(back, row, layer=layer), jaxkv.gather(cache, origin, layer=layer)
+            jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"has sent nothing for 0\.5 s"):
+        jaxkv.receive(empty, None, address, timeout=0.5)
+    assert time.monotonic() - began < 5
+    other.send_signal(signal.SIGKILL)
+    other.wait(10)
+    with pytest.raises(ConnectionError, match="is gone, or was before it had sent all"):
+        jaxkv.receive(empty, None, address, timeout=10)
+
+
+def test_bad_calls():
+    cache = make()
+    with pytest.raises(ValueError, match="at= is for a cache"):
+        jaxkv.send(cache, 0, to="127.0.0.1:1", at=1)
+    with pytest.raises(ValueError, match="two caches, or one and an address, not int"):
+        jaxkv.send(cache, 0, to=1)
+    with pytest.raises(ValueError, match="source must be the transfer_address"):
+        jaxkv.receive(cache, None, 1)
