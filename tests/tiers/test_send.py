@@ -150,8 +150,8 @@ def test_bad_calls_are_refused_and_nothing_is_lost():
     narrow = (LAYERS[0], LayerConfig(num_kv_heads=2, head_dim=8, window=5), LAYERS[2])
     busy = filled((3, 0, 0))
     for wrong, arguments, error, message in [
-        (old, {"to": 5}, ValueError, "takes two caches, not int"),
-        (None, {"to": to}, ValueError, "takes two caches, not NoneType"),
+        (old, {"to": 5}, ValueError, "takes two caches, or one and an address, not int"),
+        (None, {"to": to}, ValueError, "takes two caches, or one and an address, not NoneType"),
         (old, {"to": to, "rows": [0, 0]}, ValueError, "rows names a row twice"),
         (old, {"to": to, "rows": 3}, IndexError, "rows from 0 to 2"),
         (old, {"to": to, "rows": -1}, IndexError, "rows from 0 to 2"),

@@ -77,7 +77,7 @@ class Resumable:
             entries = [self._render(r, None, None) for r in told]
             entries += [self._render(r, places.get(s), leaders.get(r)) for r, s in open_.items()]
             state = {"version": VERSION, "next": self._reader.numbers.next, "requests": entries}
-            self._loop.save(os.fspath(path), list(rows.values()), self._model, {KEY: state})
+            self._loop.save(path, list(rows.values()), self._model, {KEY: state})
 
     def load(self, path: str | os.PathLike) -> list[Request]:
         """Resumes the requests that `save` of an engine wrote, with the same tokens.

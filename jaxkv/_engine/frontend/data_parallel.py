@@ -101,7 +101,7 @@ class DataParallelCores:
         for loop, share in zip(self.loops, shares, strict=True):
             loop.adopt(share)
 
-    def save(self, path: str, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
+    def save(self, path: Any, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
         """Writes rows of the caches, numbered one cache after another, to a file, as `jaxkv.save`."""
         save(path, self.cache, rows, model=model, metadata=metadata)
 

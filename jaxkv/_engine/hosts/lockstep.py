@@ -17,6 +17,7 @@ from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._engine.runner.engine_core import EngineCore, make_sequence
+from jaxkv._files.paths import read_file_path
 from jaxkv._tiers.saved_rows import SavedRow, SavedRows
 
 
@@ -120,9 +121,9 @@ class LockstepCores:
         """Starts again with an empty cache."""
         self._call("reset")
 
-    def save(self, path: str, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
+    def save(self, path: Any, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
         """Writes rows of the cache to a file, as `jaxkv.save`."""
-        self._call("save", path, rows, model, metadata)
+        self._call("save", str(read_file_path("path", path)), rows, model, metadata)
 
     def name_model(self) -> str | None:
         """Returns a fingerprint of the model. Raises RuntimeError if its parameters are gone."""

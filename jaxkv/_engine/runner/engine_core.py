@@ -227,7 +227,7 @@ class EngineCore:
                 if id(sequence) not in followers:
                     self.scheduler.waiting.add(sequence)
 
-    def save(self, path: str, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
+    def save(self, path: Any, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
         """Writes rows of the cache to a file, as `jaxkv.save`."""
         save(path, self.cache, rows, model=model, metadata=metadata)
 
