@@ -94,7 +94,7 @@ class BlockFiles:
         self._parts = [{layer: _parts(config, layer) for layer in layers} for layers in config.groups]
         self.states_group = len(config.groups)
         if config.recurrent_layers:
-            self._parts.append({layer: _state_parts(config, layer) for layer in config.recurrent_layers})
+            self._parts.append({layers[0]: _state_parts(config, layers) for layers in config.state_stacks})
         # Bytes by name, the least recently used first. A file's size is recorded only once the file exists.
         self.files = _found(self.folder)
         self.known: dict[str, SavedBlock] = {}  # blocks that were asked for
@@ -285,10 +285,12 @@ def _parts(config: CacheConfig, layer: int) -> dict[str, Part]:
     return {field: (dtype, shape[1:]) for field, dtype, shape in fields if shape is not None}
 
 
-def _state_parts(config: CacheConfig, layer: int) -> dict[str, Part]:
-    """Returns dtype and shape of a row's states in a recurrent layer, by name, as `jax.tree.leaves` orders them."""
-    arrays = sorted(config.layers[layer].states or (), key=lambda array: array.name)
-    return {array.name: (np.dtype(array.dtype), (1, *array.shape)) for array in arrays}
+def _state_parts(config: CacheConfig, layers: tuple[int, ...]) -> dict[str, Part]:
+    """Returns dtype and shape of a row's states in recurrent layers whose states stand in one array, by name, as
+    `jax.tree.leaves` orders them."""
+    arrays = sorted(config.layers[layers[0]].states or (), key=lambda array: array.name)
+    front = (1, len(layers)) if config.stacked else (1,)
+    return {array.name: (np.dtype(array.dtype), (*front, *array.shape)) for array in arrays}
 
 
 def _writable(folder: Any) -> pathlib.Path:

@@ -22,7 +22,7 @@ from jaxkv._core.blocks.reblock import (
 )
 from jaxkv._core.blocks.restore import describe_layer, empty_rows, pool_layers, put_rows
 from jaxkv._core.blocks.row_snapshots import RowSnapshots, compact_snapshots, put_row_snapshots
-from jaxkv._core.blocks.state_slots import put_row_states
+from jaxkv._core.blocks.state_slots import place_states, put_row_states
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards
@@ -31,7 +31,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.arguments import require_host, row_indices
 from jaxkv._core.state.columns import are_too_long
 from jaxkv._core.state.errors import CacheFileError
-from jaxkv._core.state.multihost import is_local, place_like
+from jaxkv._core.state.multihost import is_local
 from jaxkv._core.state.state import Pool
 from jaxkv._files.format import SNAPSHOTS, SavedCache, stored_parts, stored_states, write_saved
 from jaxkv._files.multihost_file import SavedShards, open_saved, write_parts
@@ -250,11 +250,10 @@ def _put(
     except ValueError as error:
         raise CacheFileError(f"{path} cannot be loaded here: {error} Or load it with a smaller config=.") from error
     cache = put_rows(cache, target, np.array(saved.lengths)[source], loaded, read, in_place=into is None)
-    states = jax.tree.map(place_like, saved_states(tensors, config, source), cache.states)
+    states = place_states(saved_states(tensors, config, source), cache)
     snapshots = saved_snapshots(saved, tensors, source)
     if snapshots is not None:
-        placed = jax.tree.map(place_like, snapshots.states, cache.states)
-        snapshots = dataclasses.replace(snapshots, states=placed)
+        snapshots = dataclasses.replace(snapshots, states=place_states(snapshots.states, cache))
     return put_row_snapshots(put_row_states(cache, target, states), target, snapshots)
 
 

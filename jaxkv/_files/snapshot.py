@@ -16,6 +16,7 @@ from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards
 from jaxkv._core.config.kv_packing import Apart
 from jaxkv._core.state.state import NULL_BLOCK
+from jaxkv._core.state.state_slots import split_states
 from jaxkv._files.format import stored_parts, stored_states
 
 CONTIGUOUS_BLOCK = 16  # tokens per block of a file from a contiguous cache, whose own blocks are mostly empty
@@ -84,7 +85,8 @@ class Written:
                 pieces = [_blocks(form, x, plan, minor, here) for x, plan in zip(arrays, plans, strict=True)]
                 yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         states = [
-            jax.device_get(read_row_states(cache, rows)) for cache, rows in zip(self.caches, self._own, strict=True)
+            jax.device_get(split_states(config, read_row_states(cache, rows)))
+            for cache, rows in zip(self.caches, self._own, strict=True)
         ]
         for i, name in stored_states(config):
             found = np.concatenate([each[i][name] for each in states])[self._order]

@@ -12,16 +12,18 @@ import numpy as np
 from jaxkv._core.blocks.block_copy import put, put_group, read_group
 from jaxkv._core.blocks.reblock import HeldBlocks
 from jaxkv._core.blocks.row_snapshots import put_row_snapshots, read_row_snapshots
-from jaxkv._core.blocks.state_slots import put_row_states, read_row_states
+from jaxkv._core.blocks.state_slots import place_states, put_row_states, read_row_states
 from jaxkv._core.blocks.tables import free
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import add_bounds
 from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.state.arguments import distinct_rows, read_numbers, row_indices, row_mask
 from jaxkv._core.state.columns import rows_entries
 from jaxkv._core.state.head_rows import row_tables
 from jaxkv._core.state.multihost import place_like
 from jaxkv._core.state.state import NULL_BLOCK, Pool
+from jaxkv._core.state.state_slots import split_states
 from jaxkv._tiers.host_blocks import HostBlocks, pad
 from jaxkv._tiers.host_room import are_empty, find_blocks_of, find_held_blocks, make_room, may_share
 
@@ -79,7 +81,7 @@ def swap_out_rows(cache: Cache, rows: Any, *, with_snapshots: bool) -> tuple[Cac
         order.append(pad(own))
         for layer, part in read_group(cache, group, pad(ids)).items():
             parts[layer] = jax.tree.map(_to_host, part)
-    states = jax.tree.map(_to_host, read_row_states(cache, moved))
+    states = jax.tree.map(_to_host, split_states(config, read_row_states(cache, moved)))
     snapshots = read_row_snapshots(cache, moved) if with_snapshots else None
     if snapshots is not None:
         snapshots = dataclasses.replace(snapshots, states=jax.tree.map(_to_host, snapshots.states))
@@ -160,11 +162,6 @@ def bring_in(cache: Cache, dst: jax.Array, host: HostBlocks, beside: tuple[Any, 
     return put_row_snapshots(result, dst, snapshots)
 
 
-def place_states(states: Any, cache: Cache) -> Any:
-    """Returns states on the devices of a cache's own."""
-    return jax.tree.map(place_like, states, cache.states)
-
-
 def _pick_parts(parts: list[Pool | None], order: jax.Array | None, layer: int) -> Pool:
     """Returns the moved blocks of a layer, or, where none can be shared, those of each row in `order`."""
     part = parts[layer]
@@ -243,7 +240,8 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
                     f"The blocks of layer {layer} have rotate={host.rotates[layer]}, but the cache's have "
                     f"{cache.config.rotates(layer)}: swap them into a cache like the one they come from."
                 )
-    theirs, ours = ([_describe_states(x) for x in each] for each in (host.states, cache.states))
+    theirs, ours = [_describe_states(x) for x in host.states], [_describe_arrays(x) for x in cache.config.layers]
+    ours = ours if cache.states else []
     if theirs != ours:
         raise ValueError(
             f"The states of these rows are {theirs}, but the cache's layers keep {ours}: swap them into a cache like "
@@ -265,6 +263,11 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
 def _describe_states(states: Any) -> Any:
     """Describes a layer's states: their dtypes and shapes, by name."""
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[1:])}", states)
+
+
+def _describe_arrays(layer: LayerConfig) -> Any:
+    """Describes what a layer keeps, as `_describe_states` does; None if that is no state."""
+    return layer.states and {array.name: f"{array.dtype}{list(array.shape)}" for array in layer.states}
 
 
 def _described(pool: Pool | None, kind: str) -> str:

@@ -44,11 +44,13 @@ def read_states(cache: Any, *, layer: Any = None) -> dict[str, jax.Array]:
     source = found.slots.source
     held = (tables.lengths > tables.new) & (source != NULL_SLOT)
 
-    def read(x: jax.Array) -> jax.Array:
-        states = x.at[source].get(mode="clip")
-        return jnp.where(expand(held, x.ndim), states, jnp.zeros((), x.dtype))
+    states, find = found.apart()
 
-    return {name: read(x) for name, x in found.states.items()}
+    def read(x: jax.Array) -> jax.Array:
+        own = x.at[find(source)].get(mode="clip")
+        return jnp.where(expand(held, x.ndim), own, jnp.zeros((), x.dtype))
+
+    return {name: read(x) for name, x in states.items()}
 
 
 def write_states(cache: Any, states: Mapping[str, Any], *, layer: Any = None) -> Any:
@@ -91,15 +93,17 @@ def write_states(cache: Any, states: Mapping[str, Any], *, layer: Any = None) ->
     slots, ends = end_snapshots(found.slots, tables, found.config)
     writes = (tables.new > 0) & ~_guessing(slots)
     for name in states:
-        slots = slots.record(found.number, name, "write_states", {})
+        slots = record_inputs(found, slots, name, "write_states", {})
+    apart, find = found.apart()
 
     def write(x: jax.Array, new: Any) -> jax.Array:
         for target in (found.slots.slots, *ends):
-            at = jnp.where(writes & (target != NULL_SLOT), target, x.shape[0])
+            at = jnp.where(writes & (target != NULL_SLOT), find(target), x.shape[0])
             x = x.at[at].set(jnp.asarray(new), mode="drop")
         return x
 
-    written = {name: write(x, states[name]) if name in states else x for name, x in found.states.items()}
+    written = {name: write(x, states[name]) if name in states else x for name, x in apart.items()}
+    written = found.with_apart(written)
     return put_state_layer(cache, dataclasses.replace(found, states=written, slots=slots))
 
 
@@ -198,6 +202,18 @@ def state_space(
     return run(pallas_kernels.state_space, {"A": A, "D": D, "implementation": implementation})
 
 
+def record_inputs(
+    layer: StateLayer, slots: StateSlots, name: str, mixer: str, tokens: dict[str, Any], **fixed: Any
+) -> StateSlots:
+    """Returns slots that know what a layer's mixer took, in a step of guesses."""
+    if slots.guesses is not None and isinstance(layer.place, jax.core.Tracer) and layer.config.period > 1:
+        raise ValueError(
+            "A step of guesses takes recurrent layers one by one, layer=0, 1 and so on, not in a scan: keep needs to "
+            "know what each of them was given."
+        )
+    return slots.record(layer.number, name, mixer, tokens, **fixed)
+
+
 def find_state_layer(cache: Any, layer: Any) -> StateLayer:
     """Returns the recurrent layer that a cache and an index name, or the layer that was given itself."""
     if isinstance(cache, StateLayer):
@@ -255,7 +271,7 @@ def _open(
     check_plan(step, found.config, shown, token_axes)
     if isinstance(cache, Cache):
         cache = settle_cache(cache, token_axes, step)
-        found = cache.state_layer(found.number)
+        found = dataclasses.replace(cache.state_layer(found.number), place=found.place)
     else:
         found = dataclasses.replace(found, tables=settle_tables(found.tables, 0, token_axes, step))
 
@@ -263,18 +279,18 @@ def _open(
         tables = row_tables(found.tables, found.config)
         packed = _Packed(tables, token_axes) if step is not None and step.decode and len(token_axes) == 1 else None
         arrays = tokens if packed is None else {label: packed.pad(array) for label, array in tokens.items()}
-        slots = found.slots
+        slots, (apart, find) = found.slots, found.apart()
         target = jnp.where((slots.slots == NULL_SLOT) | _guessing(slots), -1, slots.slots)  # -1: not written
         longest = 1 if packed is not None else token_axes[-1]
-        recorded = slots.record(found.number, name, door.__name__, tokens, **select_fixed(options))
-        y, states = run_on_mesh(door, found.states[name])(
-            **arrays, **options, states=found.states[name], slots=found.slots.source, to_slots=target,
-            **snapshot_arguments(found.slots, tables, found.config, longest),
+        recorded = record_inputs(found, slots, name, door.__name__, tokens, **select_fixed(options))
+        y, states = run_on_mesh(door, apart[name])(
+            **arrays, **options, states=apart[name], slots=find(slots.source), to_slots=find(target),
+            **snapshot_arguments(slots, tables, found.config, longest, find),
             lengths=tables.lengths, new=tables.new,
             offsets=tables.offsets if packed is None and len(token_axes) == 1 else None,
         )  # fmt: skip
         y = y if packed is None else packed.unpad(y)
-        changed = dataclasses.replace(found, states=found.states | {name: states}, slots=recorded)
+        changed = dataclasses.replace(found, states=found.with_apart(apart | {name: states}), slots=recorded)
         return y, put_state_layer(cache, changed)
 
     return run

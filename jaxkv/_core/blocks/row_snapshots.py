@@ -10,7 +10,7 @@ import numpy as np
 from jaxkv._core.blocks.block_copy import pad_size
 from jaxkv._core.blocks.state_slots import grant_snapshots, held_snapshots
 from jaxkv._core.cache.cache import Cache
-from jaxkv._core.state.state_slots import NULL_SLOT
+from jaxkv._core.state.state_slots import NULL_SLOT, split_states
 from jaxkv._core.state.static_fields import register_export
 
 
@@ -52,12 +52,14 @@ def read_row_snapshots(cache: Cache, rows: np.ndarray) -> RowSnapshots | None:
     held = held_snapshots(cache)
     if held is None or cache.config.snapshot_every is None:
         return None
-    return compact_snapshots(np.asarray(held)[rows], cache.config.snapshot_every, cache.states)
+    found = compact_snapshots(np.asarray(held)[rows], cache.config.snapshot_every, cache.states)
+    return found and dataclasses.replace(found, states=split_states(cache.config, found.states))
 
 
 def put_row_snapshots(cache: Cache, rows: Any, given: RowSnapshots | None) -> Cache:
     """Returns a cache whose rows `i32[n]` have the given snapshots, as far as they hold so many tokens, lengths are
-    multiples of the cache's own `snapshot_every`, and slots are free. The rows must have none yet."""
+    multiples of the cache's own `snapshot_every`, and slots are free. The rows must have none yet; the states are
+    joined as the cache's."""
     every, held = cache.config.snapshot_every, held_snapshots(cache)
     if given is None or every is None or held is None:
         return cache

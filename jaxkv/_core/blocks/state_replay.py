@@ -41,17 +41,19 @@ def take_in(cache: Cache, before: jax.Array, kept: jax.Array, longest: int) -> C
     tables = dataclasses.replace(tables, lengths=lengths + kept, new=kept)
     states = list(cache.states)
     for layer in cache.config.recurrent_layers:
-        own = dict(states[layer] or {})
-        for name in own:
+        first, found = cache.config.state_stack(layer)[0], cache.replace(states=tuple(states)).state_layer(layer)
+        apart, find = found.apart()
+        for name in apart:
             inputs = guesses.inputs.get(name_inputs(layer, name))
             if inputs is not None:
-                own[name] = _replay(inputs, own[name], taken, tables, cache, longest)
-        states[layer] = own
+                apart = apart | {name: _replay(inputs, apart[name], taken, tables, cache, longest, find)}
+        states[first] = found.with_apart(apart)
     return cache.replace(state_slots=taken, states=tuple(states))
 
 
 def _replay(
-    inputs: MixerInputs, states: jax.Array, slots: StateSlots, tables: BlockTables, cache: Cache, longest: int
+    inputs: MixerInputs, states: jax.Array, slots: StateSlots, tables: BlockTables, cache: Cache, longest: int,
+    find: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:  # fmt: skip
     """Returns a layer's states after the tokens that rows keep."""
     if inputs.mixer == "write_states":
@@ -67,8 +69,9 @@ def _replay(
     arrays |= {"gated_delta_rule": {"q": arrays.get("k")}, "state_space": {"C": arrays.get("B")}}.get(inputs.mixer, {})
     door = getattr(pallas_kernels, inputs.mixer)
     _, changed = run_on_mesh(door, states)(
-        **arrays, states=states, slots=slots.source, to_slots=jnp.where(slots.slots == NULL_SLOT, -1, slots.slots),
-        **snapshot_arguments(slots, tables, cache.config, longest), lengths=tables.lengths, new=tables.new,
+        **arrays, states=states, slots=find(slots.source),
+        to_slots=find(jnp.where(slots.slots == NULL_SLOT, -1, slots.slots)),
+        **snapshot_arguments(slots, tables, cache.config, longest, find), lengths=tables.lengths, new=tables.new,
     )  # fmt: skip
     return changed
 

@@ -1,6 +1,7 @@
 """Slots for rows' states: who holds which, copied on write. Index arithmetic only; states are not touched."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.state.multihost import place_like
 from jaxkv._core.state.state import BlockTables
-from jaxkv._core.state.state_slots import NULL_SLOT, Guesses, StateSlots
+from jaxkv._core.state.state_slots import NULL_SLOT, Guesses, StateSlots, join_states
 
 
 def begin_step(cache: Cache, new: jax.Array, guesses: jax.Array | None = None) -> StateSlots | None:
@@ -128,9 +130,14 @@ def _reached(cache: Cache, lengths: jax.Array) -> jax.Array:
 
 
 def snapshot_arguments(
-    slots: StateSlots, tables: BlockTables, config: CacheConfig, longest: int
+    slots: StateSlots, tables: BlockTables, config: CacheConfig, longest: int,
+    find: Callable[[jax.Array], jax.Array] = lambda slots: slots,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the arguments by which a mixer stores the snapshots of a step with at most `longest` tokens of a row."""
+    """Returns the arguments by which a mixer stores the snapshots of a step with at most `longest` tokens of a row.
+
+    Args:
+      find: finds a layer's own slots, as `StateLayer.apart` does.
+    """
     every, held = config.snapshot_every, slots.snapshots
     if held is None or every is None:
         return {}
@@ -138,7 +145,7 @@ def snapshot_arguments(
     column = ((tables.lengths - tables.new) // every)[:, None] + number
     found = jnp.take_along_axis(held, jnp.minimum(column, held.shape[1] - 1), axis=1)
     there = (column < (tables.lengths // every)[:, None]) & (found != NULL_SLOT)
-    return {"every": every, "snapshot_slots": jnp.where(there, found, -1)}
+    return {"every": every, "snapshot_slots": find(jnp.where(there, found, -1))}
 
 
 def end_snapshots(
@@ -206,3 +213,8 @@ def put_row_states(cache: Cache, rows: Any, states: Any) -> Cache:
         return x.at[place].set(jnp.asarray(new), mode="drop")
 
     return cache.replace(state_slots=slots, states=jax.tree.map(put, cache.states, states))
+
+
+def place_states(states: Any, cache: Cache) -> Any:
+    """Returns states of each layer joined as a cache's own, for `put_row_states`, and on their devices."""
+    return jax.tree.map(place_like, join_states(cache.config, states), cache.states)

@@ -111,10 +111,17 @@ class Cache(Views):
         return cache.replace(tables=(*self.tables[:group], tables, *self.tables[group + 1 :]))
 
     def _with_state_layer(self, i: Any, layer: StateLayer) -> "Cache":
-        if not self.config.layer_config(i).is_recurrent or layer.config != self.config or layer.number != i:
+        number, place = self._place(i)
+        stack = self.config.state_stack(number)
+        if layer.config != self.config or layer.number not in stack:
             raise ValueError(f"layer must be what became of layers[{i}] of this cache, not {_describe(layer)}.")
         tables = (_with_failures(self.tables[0], layer.tables), *self.tables[1:])
-        states = (*self.states[:i], layer.states, *self.states[i + 1 :])
+        own, first = layer.states, stack[0]
+        if layer.place is None and place is not None:  # a list of layers has split the stack
+            stacked = self.states[first]
+            assert stacked is not None
+            own = {name: x.at[:, place].set(own[name]) for name, x in stacked.items()}
+        states = (*self.states[:first], own, *self.states[first + 1 :])
         return self.replace(tables=tables, states=states, state_slots=_merge_slots(self.state_slots, layer.slots))
 
     def with_layers(self, layers: Sequence[Layer]) -> "Cache":
@@ -176,14 +183,17 @@ class Layers(Sequence[Layer | StateLayer]):
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return tuple(self)[i]
-        if isinstance(i, int) and self._cache.config.layer_config(i).is_recurrent:
+        number = i[0] if isinstance(i, tuple) and len(i) == 2 else i
+        if isinstance(number, int) and self._cache.config.layer_config(number).is_recurrent:
             return self._cache.state_layer(i)
         return self._cache.layer(i)
 
     def __iter__(self) -> Iterator[Layer | StateLayer]:
         for i in range(len(self)):
             if self._cache.config.layers[i].is_recurrent:
-                yield self._cache.state_layer(i)
+                found = self._cache.state_layer(i)
+                own = found.states if found.place is None else {n: x[:, found.place] for n, x in found.states.items()}
+                yield dataclasses.replace(found, states=own, place=None)
                 continue
             layer = self._cache.layer(i)
             if self._cache.config.owner(i) != i:

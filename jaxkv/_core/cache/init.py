@@ -202,7 +202,11 @@ def partition_specs(
     pools = tuple(pool(i) if config.stack(i)[:1] == (i,) else None for i in range(config.num_layers))
     states: tuple[Any, ...] = ()
     if config.recurrent_layers:
-        states = tuple(_state_specs(layer, mesh, heads) for layer in config.layers)
+        firsts = {layers[0] for layers in config.state_stacks}
+        states = tuple(
+            _state_specs(layer, mesh, heads, config.stacked) if i in firsts else None
+            for i, layer in enumerate(config.layers)
+        )
     slots: Any = None
     if states:
         whole: Any = PartitionSpec()
@@ -210,13 +214,14 @@ def partition_specs(
     return Cache(tables=tables, pools=pools, state_slots=slots, states=states, config=config)
 
 
-def _state_specs(layer: LayerConfig, mesh: Mesh | AbstractMesh, heads: str | None) -> dict[str, PartitionSpec] | None:
+def _state_specs(
+    layer: LayerConfig, mesh: Mesh | AbstractMesh, heads: str | None, stacked: bool
+) -> dict[str, PartitionSpec]:
     """Returns the specs of a recurrent layer's arrays: each divided over its first axis, heads or channels, if even."""
-    if layer.states is None:
-        return None
     count = 1 if heads is None else mesh.shape[heads]
-    whole = {array.name: heads is None or array.shape[0] % count > 0 for array in layer.states}
-    return {name: PartitionSpec() if is_whole else PartitionSpec(None, heads) for name, is_whole in whole.items()}
+    whole = {array.name: heads is None or array.shape[0] % count > 0 for array in layer.states or ()}
+    divided = PartitionSpec(None, None, heads) if stacked else PartitionSpec(None, heads)
+    return {name: PartitionSpec() if is_whole else divided for name, is_whole in whole.items()}
 
 
 def _init_slots(config: CacheConfig) -> StateSlots | None:
@@ -235,11 +240,14 @@ def _init_states(config: CacheConfig, count: int = 1) -> tuple[dict[str, jax.Arr
         return ()
     slots = count * (config.num_state_slots + 1)
 
-    def zeros(layer: LayerConfig) -> dict[str, jax.Array] | None:
-        arrays = layer.states
-        return None if arrays is None else {a.name: jnp.zeros((slots, *a.shape), a.dtype) for a in arrays}
+    def zeros(i: int) -> dict[str, jax.Array] | None:
+        layers = config.state_stack(i)
+        if layers[:1] != (i,):
+            return None
+        front = (slots, len(layers)) if config.stacked else (slots,)
+        return {a.name: jnp.zeros((*front, *a.shape), a.dtype) for a in config.layers[i].states or ()}
 
-    return tuple(map(zeros, config.layers))
+    return tuple(map(zeros, range(config.num_layers)))
 
 
 def _parts(config: CacheConfig, mesh: Mesh | AbstractMesh, heads: str | None) -> tuple[int, ...]:

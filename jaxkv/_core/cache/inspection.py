@@ -48,15 +48,18 @@ class Views:
 
     def state_layer(self, layer: Any) -> StateLayer:
         """Returns a recurrent layer's states and slots as a pytree of their own. Raises ValueError for other layers."""
-        found = self.config.layer_config(layer)
+        number, place = self._place(layer)
+        found = self.config.layers[number]
         if not found.is_recurrent:
             raise ValueError(
                 f"Layer {layer} is an attention layer, {found.retention}, and keeps no state: take it to attention, "
                 "write or attend."
             )
-        states, slots = self.states[layer], self.state_slots
+        states, slots = self.states[self.config.state_stack(number)[0]], self.state_slots
         assert states is not None and slots is not None
-        return StateLayer(states=states, slots=slots, tables=self.tables[0], number=int(layer), config=self.config)
+        return StateLayer(
+            states=states, slots=slots, tables=self.tables[0], place=place, number=number, config=self.config
+        )
 
     def pool(self, layer: int) -> Pool:
         """Returns the pool that a layer reads: its own, or that of the layer it shares with; its slice of a stack."""
@@ -72,7 +75,7 @@ class Views:
         config = self.config
         if not isinstance(layer, tuple | jax.Array):
             owner = config.owner(layer)  # raises for an index out of range, negative ones too
-            return int(layer), jnp.int32(config.stack(owner).index(owner)) if config.stacked else None
+            return int(layer), jnp.int32(self._stack(owner).index(owner)) if config.stacked else None
         if not config.stacked:
             raise ValueError(
                 f"layer must be an integer for this cache, not {show(layer)}: each layer has a pool of its own. To "
@@ -88,10 +91,14 @@ class Views:
         number = integer("layer's first number, a place in the period,", layer[0], least=0, most=config.period - 1)
         if config.owner(number) != number:
             raise ValueError(f"Layer {number} shares another's keys and values: its index must be a number.")
-        stack = config.stack(number)
+        stack = self._stack(number)
         index = read_period(layer[1], -(-(config.num_layers - number) // config.period)) * config.period + number
         places = np.array([stack.index(i) if i in stack else 0 for i in range(config.num_layers)], np.int32)
         return number, jnp.asarray(places).at[index].get(mode="clip", wrap_negative_indices=False)
+
+    def _stack(self, layer: int) -> tuple[int, ...]:
+        """Returns the layers whose numbers stand in one array with a layer's."""
+        return self.config.state_stack(layer) or self.config.stack(layer)
 
     def layer_config(self, layer: int) -> LayerConfig:
         """Returns the config of one layer. Raises IndexError for an index out of range."""

@@ -55,11 +55,12 @@ def check_states(cache: Cache) -> None:
         return
     assert len(cache.states) == config.num_layers, "states, or None, for each layer"
     for i, (layer, states) in enumerate(zip(config.layers, cache.states, strict=True)):
-        assert (states is not None) == layer.is_recurrent, f"layer {i} keeps a state, or keys and values"
-        for array in layer.states or ():
-            assert states is not None
-            found = states[array.name]
-            assert found.shape == (config.num_state_slots + 1, *array.shape), f"layer {i}: the shape of {array.name}"
+        stack = config.state_stack(i)
+        assert (states is not None) == (stack[:1] == (i,)), f"layer {i} keeps a state, or is stacked behind another"
+        front = (config.num_state_slots + 1, *[len(stack)] * config.stacked)
+        for array in layer.states or () if states is not None else ():
+            found = states[array.name]  # type: ignore[index]
+            assert found.shape == (*front, *array.shape), f"layer {i}: the shape of {array.name}"
             assert str(found.dtype) == array.dtype, f"layer {i}: the dtype of {array.name}"
             assert not np.asarray(found[NULL_SLOT]).any(), f"layer {i}: the null slot of {array.name} was written"
     slots, lengths, failed = jax.device_get((cache.state_slots, cache.lengths, cache.failed))

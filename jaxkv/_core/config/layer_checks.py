@@ -33,11 +33,10 @@ def check_recurrent(config: ByteSizes) -> None:
             "CacheConfig.layers must name at least one attention layer, whose tables count the tokens of rows, but "
             "all of them are recurrent."
         )
-    if recurrent and (config.layout == "contiguous" or config.stacked):
-        what = "stacked=True" if config.stacked else 'layout="contiguous"'
+    if recurrent and config.layout == "contiguous":
         raise ValueError(
             f"CacheConfig.layers[{recurrent[0]}] is one {config.layers[recurrent[0]].retention}, which has a pool of "
-            f"its own, and cannot be stored with {what}: leave it out."
+            'its own, and cannot be stored with layout="contiguous": leave it out.'
         )
 
 

@@ -174,6 +174,19 @@ class Groups:
         """The layers that keep a state instead of keys and values."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.is_recurrent)
 
+    @functools.cached_property
+    def state_stacks(self) -> tuple[tuple[int, ...], ...]:
+        """The recurrent layers whose states stand in one array each: all equal ones if `stacked`, else one."""
+        if not self.stacked:
+            return tuple((i,) for i in self.recurrent_layers)
+        kinds = dict.fromkeys(self.layers[i] for i in self.recurrent_layers)
+        return tuple(tuple(i for i in self.recurrent_layers if self.layers[i] == kind) for kind in kinds)
+
+    def state_stack(self, layer: int) -> tuple[int, ...]:
+        """Returns the layers whose states stand in one array with those of a recurrent layer. The first of them has
+        it."""
+        return next((layers for layers in self.state_stacks if layer in layers), ())
+
     @property
     def num_state_slots(self) -> int:
         """Slots for states, without the null slot: one for each row, and those of snapshots."""

@@ -1,9 +1,12 @@
 """The slots of rows' states, and a recurrent layer: fields and shapes, no algorithms. S rows."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
@@ -88,9 +91,10 @@ class StateLayer:
 
     NO_CACHE: ClassVar[str] = Layer.NO_CACHE
 
-    states: dict[str, jax.Array]  # [slots + 1, ...] of each array
+    states: dict[str, jax.Array]  # [slots + 1, ...] of each array; [slots + 1, n, ...] of n stacked layers
     slots: StateSlots
     tables: BlockTables  # of the first group, which counts the rows' tokens
+    place: jax.Array | None = None  # i32[]: the layer's index among stacked layers
     number: int = dataclasses.field(metadata={"static": True})
     config: CacheConfig = dataclasses.field(metadata={"static": True})
 
@@ -101,7 +105,46 @@ class StateLayer:
         """The config of the layer."""
         return self.config.layers[self.number]
 
+    def apart(self) -> tuple[dict[str, jax.Array], Callable[[jax.Array], jax.Array]]:
+        """Returns the states with one axis of slots, and a function of slots that finds the layer's own among these;
+        negative ones, which are nowhere, stay."""
+        if self.place is None:
+            return self.states, lambda slots: slots
+        count, place = next(iter(self.states.values())).shape[1], self.place
+        flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in self.states.items()}
+        return flat, lambda slots: jnp.where(slots < 0, slots, slots * count + place)
+
+    def with_apart(self, states: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns states as `apart` gave them, as the layer has them."""
+        return {name: x.reshape(self.states[name].shape) for name, x in states.items()}
+
     @property
     def rows(self) -> int:
         """Rows of the cache, S in shapes."""
         return self.config.max_seqs
+
+
+def split_states(config: CacheConfig, states: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns states `[n, ...]` of each recurrent layer, of those that a cache's arrays hold."""
+    if not config.stacked:
+        return states
+    found: list[Any] = [None] * len(states)
+    for layers in config.state_stacks if states else ():
+        for place, layer in enumerate(layers):
+            found[layer] = {name: x[:, place] for name, x in states[layers[0]].items()}
+    return tuple(found)
+
+
+def join_states(config: CacheConfig, states: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Undoes `split_states`."""
+    if not config.stacked:
+        return states
+    found: list[Any] = [None] * len(states)
+    for layers in config.state_stacks if states else ():
+        each = [states[layer] for layer in layers]
+        found[layers[0]] = {name: _stack([x[name] for x in each]) for name in each[0]}
+    return tuple(found)
+
+
+def _stack(arrays: list[Any]) -> Any:
+    return (np if all(isinstance(x, np.ndarray) for x in arrays) else jnp).stack(arrays, axis=1)
