@@ -56,7 +56,7 @@ class Decoder(nnx.Module):
         if scan not in (False, True, "stacked", "apart"):
             raise ValueError(f'scan must be True, False, "stacked" or "apart", not {show(scan)}.')
         self.config = config
-        # Mixers' states are stored apart, and chosen tokens go from layer to layer: blocks are computed one by one.
+        # `keep` knows mixers by their layers, and chosen tokens go from layer to layer: blocks are computed one by one.
         has_mixers = any(block.mixer is not None for block in config.blocks)
         apart = has_mixers or config.index is not None
         self.periods = config.num_layers // config.period if scan and not apart else 1

@@ -201,7 +201,7 @@ REFUSED = {
     "at least one axis": lambda: jaxkv.LayerConfig.recurrent(x=((), "float32")),
     "needs at least one array": lambda: jaxkv.LayerConfig.recurrent(),
     "at least one attention layer": lambda: make_config(SPACE),
-    "cannot be stored with stacked": lambda: make_config(SPACE, ATTENTION, stacked=True),
+    "cannot be stored with layout": lambda: make_config(SPACE, ATTENTION, layout="contiguous"),
     "no keys and values to share": lambda: make_config(SPACE, ATTENTION, dataclasses.replace(ATTENTION, shares_with=0)),
     "without keys and values": lambda: jaxkv.attend(jnp.ones((4, 1, 1, 4)), made(), layer=0),
     "keeps no state: take it to attention": lambda: jaxkv.read_states(made(), layer=1),

@@ -61,8 +61,8 @@ class CacheConfig(MadeLike):
         values and keys of one head. "head": always one head's; a mesh with a device for each head needs this.
         Default: True on TPUs, where a head_dim of 64 or less then takes half the memory.
       stacked: whether equal layers are stored in one array, so that a `jax.lax.scan` over layers carries the array in
-        place; `layer` may then be traced. Without a scan separate pools are better: XLA on a CPU copies a stacked
-        pool.
+        place (`pools`, and with recurrent layers `states` and `state_slots`); `layer` may then be traced. Without a
+        scan separate pools are better: XLA on a CPU copies a stacked pool.
       snapshot_every: with recurrent layers, the states of a row after every so many tokens stay in slots of their own,
         so that `truncate` can go back there: see `snapshots`. A multiple of `block_size`. Default: none stay.
 
