@@ -1,20 +1,25 @@
 """Computes products of tokens with weights, in the form that is fastest on a CPU.
 
 XLA for CPUs packs a product's right operand into tiles, which takes longer than a product of few tokens. With a single
-token and bfloat16 weights, it first converts all weights to float32. It has no grouped product: it copies the weights
-of all groups, and multiplies every token with all of them. Other platforms do none of this.
+token it uses one core, and first converts weights of bfloat16 to float32. It has no grouped product: it copies the
+weights of all groups, and multiplies every token with all of them. Other platforms do none of this.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.xla.row_product import can_sum, multiply_rows
 from pallas_kernels.xla.tile_reads import zero_for
 
 FEW = 32  # tokens; with more the tiles pay
+# With how many tokens at most a product is computed as sums, by the bytes of a number and `outputs_first`. One token
+# times float32 `[O, I]` is left to XLA: its one core takes less time than two take for the sums.
+SUMMED = {(2, True): 4, (2, False): 4, (4, False): 4}
 GROUP_TOKENS = 4, 128  # minimum and maximum number of tokens at a time in a grouped product
 
 
@@ -41,6 +46,8 @@ def product(x: jax.Array, weight: jax.Array, *, outputs_first: bool = True, dtyp
         y = _kept(jnp.tensordot(weight, x, axes=(1, 1), preferred_element_type=dtype))
         return y[:, :count].T.reshape(*front, -1)
 
+    if _is_summed(count, x, weight, size, outputs_first):
+        return _by_sums(plain, x, weight, outputs_first)
     if count == 1 and x.dtype == jnp.bfloat16:
         form = with_another
     elif 1 < count <= FEW and x.dtype == jnp.float32 and outputs_first:
@@ -48,6 +55,78 @@ def product(x: jax.Array, weight: jax.Array, *, outputs_first: bool = True, dtyp
     else:
         return plain(x, weight)
     return jax.lax.platform_dependent(x, weight, cpu=form, default=plain)
+
+
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def dot_general(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:  # fmt: skip
+    """Computes `jax.lax.dot_general`, on a CPU in the form of `product` where few tokens meet a kernel `[I, O]`: for
+    Flax's layers, as their `dot_general`.
+
+    >>> import jax.numpy as jnp
+    >>> dot_general(jnp.ones((1, 4, 8)), jnp.ones((4, 8, 2)), (((1, 2), (0, 1)), ((), ()))).tolist()
+    [[32.0, 32.0]]
+    """
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    given = {name: option for name, option in options.items() if option is not None}
+
+    def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(lhs, rhs, dimension_numbers, **given)
+
+    (inner, kernel_inner), batch = dimension_numbers
+    front = lhs.shape[: lhs.ndim - len(inner)]
+    is_plain = set(given) - {"preferred_element_type"} or any(map(len, batch))
+    is_kernel = tuple(inner) == tuple(range(len(front), lhs.ndim)) and tuple(kernel_inner) == tuple(range(len(inner)))
+    size = math.prod(lhs.shape[len(front) :])
+    if is_plain or not is_kernel or not _is_summed(math.prod(front), lhs, rhs, size, outputs_first=False):
+        return plain(lhs, rhs)
+    return _by_sums(plain, lhs, rhs, outputs_first=False, num_inner=len(inner))
+
+
+def _is_summed(count: int, x: jax.Array, weight: jax.Array, size: int, outputs_first: bool) -> bool:
+    """Tells whether a CPU sums products of so many tokens. Where devices share weights, and which axis is known, a
+    product is left to XLA: a divided axis cannot be cut into pieces."""
+    mesh = jax.typeof(weight).sharding.mesh
+    is_local = mesh.empty or mesh.are_all_axes_manual
+    same = x.dtype == weight.dtype and jnp.issubdtype(x.dtype, jnp.floating)
+    return same and is_local and 0 < count <= SUMMED.get((x.dtype.itemsize, outputs_first), 0) and can_sum(size)
+
+
+def _by_sums(plain: Product, x: jax.Array, weight: jax.Array, outputs_first: bool, num_inner: int = 1) -> jax.Array:
+    """Computes `plain(x, weight)`, a product over the last `num_inner` axes of x; on a CPU as sums.
+
+    Its derivatives are those of `plain`, and so is it under `vmap`, whose rows XLA puts together to one product.
+    """
+    inner = x.shape[x.ndim - num_inner :]
+
+    def summed(x: jax.Array, weight: jax.Array) -> jax.Array:
+        size, result = math.prod(inner), jax.eval_shape(plain, x, weight)
+        flat = weight.reshape((-1, size) if outputs_first else (size, -1))
+        y = multiply_rows(x.reshape(-1, size), flat, outputs_first=outputs_first)
+        return y.reshape(result.shape).astype(result.dtype)
+
+    @jax.custom_batching.custom_vmap
+    def chosen(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(x, weight, cpu=summed, default=plain)
+
+    @chosen.def_vmap
+    def rows_of_one_product(axis_size: int, batched: Any, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, bool]:
+        del axis_size
+        return jax.vmap(plain, in_axes=[0 if is_batched else None for is_batched in batched])(x, weight), True
+
+    @jax.custom_jvp
+    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return chosen(x, weight)
+
+    @product.defjvp
+    def derive(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        return product(*primals), jax.jvp(plain, primals, tangents)[1]
+
+    return product(x, weight)
 
 
 def into_heads(x: jax.Array, heads: tuple[int, ...]) -> jax.Array:

@@ -33,6 +33,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._drop_in import dot_product_attention
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, token_positions
+from jaxkv._products import dot_general
 
 __all__ = ["Attention", "MultiHeadDotProductAttention", "model"]
 
@@ -100,7 +101,7 @@ class Attention(linen.Module):
         def dense(name: str, features: Any, axis: Any, use_bias: bool) -> linen.DenseGeneral:
             return linen.DenseGeneral(
                 features, axis=axis, use_bias=use_bias, dtype=self.dtype, param_dtype=self.param_dtype,
-                kernel_init=self.kernel_init, name=name,
+                kernel_init=self.kernel_init, dot_general=dot_general, name=name,
             )  # fmt: skip
 
         q = dense("query", (self.num_heads, head_dim), -1, self.use_bias)(x)
@@ -177,7 +178,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         )  # fmt: skip
         project = functools.partial(
             dense, (self.num_heads, head_dim), kernel_init=self.kernel_init, bias_init=self.bias_init,
-            dot_general=self.qkv_dot_general, dot_general_cls=self.qkv_dot_general_cls,
+            dot_general=self.qkv_dot_general or dot_general, dot_general_cls=self.qkv_dot_general_cls,
         )  # fmt: skip
         norm = functools.partial(linen.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
         q, k, v = project(name="query")(inputs_q), project(name="key")(inputs_k), project(name="value")(inputs_v)
@@ -191,7 +192,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         out = dense(
             self.out_features or inputs_q.shape[-1], axis=(-2, -1),
             kernel_init=self.out_kernel_init or self.kernel_init, bias_init=self.out_bias_init or self.bias_init,
-            dot_general=self.out_dot_general, dot_general_cls=self.out_dot_general_cls, name="out",
+            dot_general=self.out_dot_general or dot_general, dot_general_cls=self.out_dot_general_cls, name="out",
         )  # fmt: skip
         return out(y), cache
 

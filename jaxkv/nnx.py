@@ -34,7 +34,7 @@ from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache
 from jaxkv._drop_in import dot_product_attention
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, token_positions
-from jaxkv._products import into_heads, product
+from jaxkv._products import dot_general, into_heads, product
 
 __all__ = ["Attention", "CacheVariable", "MultiHeadAttention"]
 
@@ -202,6 +202,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     >>> y.shape, cache.with_layer(0, layer).lengths.tolist()
     ((2, 5, 32), [5, 3])
     """
+
+    def __init__(
+        self, *args: Any, qkv_dot_general: Any = dot_general, out_dot_general: Any = dot_general, **options: Any
+    ):  # fmt: skip
+        super().__init__(*args, qkv_dot_general=qkv_dot_general, out_dot_general=out_dot_general, **options)
 
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = None, inputs_v: jax.Array | None = None, *,

@@ -1,16 +1,23 @@
 """Products of few tokens: what they give, and how a CPU does them."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from nightly import NIGHTLY
 
-from jaxkv._products import FEW, grouped_product, into_heads, product, product_by_heads
+import jaxkv
+import jaxkv.linen
+import jaxkv.nnx
+from jaxkv import _products
+from jaxkv._products import FEW, SUMMED, dot_general, grouped_product, into_heads, product, product_by_heads
+from pallas_kernels.xla.row_product import can_sum, multiply_rows
 
-OUTPUTS, INPUTS = 48, 24
+OUTPUTS, INPUTS = 48, 40
 
 
 def make(front: tuple[int, ...], dtype=jnp.float32, outputs_first: bool = True):
@@ -48,7 +55,98 @@ def test_one_token_widens_no_weight(outputs_first):
     weight = jnp.tile(weight, (16, 16))
     x = jnp.tile(x, 16)
     program = jax.jit(lambda x, weight: product(x, weight, outputs_first=outputs_first)).lower(x, weight).compile()
-    assert program.memory_analysis().temp_size_in_bytes < weight.nbytes // 8
+    assert program.memory_analysis().temp_size_in_bytes < weight.nbytes // 3
+
+
+@pytest.mark.parametrize("size", [32, 200, 576, 8 * 23, 8 * 24 * 31])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_are_summed_in_pieces_of_any_number(rows, size):
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((rows, size)), rng.standard_normal((6, size))
+    assert can_sum(size)
+    for outputs_first, kernel in ((True, weight), (False, weight.T)):
+        y = multiply_rows(jnp.asarray(x, jnp.float32), jnp.asarray(kernel, jnp.float32), outputs_first=outputs_first)
+        np.testing.assert_allclose(y, x @ weight.T, rtol=1e-5, atol=1e-4)
+    assert not any(map(can_sum, (8 * 3, 36, 8 * 29)))
+
+
+@pytest.mark.parametrize(("bytes_", "outputs_first"), SUMMED)
+def test_a_cpu_sums_products_of_so_many_tokens(bytes_, outputs_first):
+    for more in (0, 1):
+        count = SUMMED[bytes_, outputs_first] + more
+        x, weight = make((count,), {2: jnp.bfloat16, 4: jnp.float32}[bytes_], outputs_first)
+        program = jax.jit(lambda x, weight: product(x, weight, outputs_first=outputs_first)).lower(x, weight).as_text()
+        assert ("dot_general" in program) == bool(more)
+
+
+def test_vmap_joins_rows_and_derivatives_are_products():
+    x, weight = make((3, 1), jnp.bfloat16)
+
+    def loss(x, weight):
+        return jnp.sum(jnp.sin(product(x, weight).astype(jnp.float32)))
+
+    joined = jax.jit(jax.vmap(product, in_axes=(0, None)))
+    assert "stablehlo.reduce" not in joined.lower(x, weight).as_text()
+    np.testing.assert_allclose(np.float32(joined(x, weight)[:, 0]), np.float32(product(x[:, 0], weight)), rtol=1e-2)
+    found = jax.grad(loss, (0, 1))(x[0], weight)
+    wanted = jax.grad(lambda x, w: jnp.sum(jnp.sin((x @ w.T).astype(jnp.float32))), (0, 1))(x[0], weight)
+    each = jax.vmap(jax.grad(loss), in_axes=(0, None))(x, weight)
+    for a, b in zip((*found, each[0]), (*wanted, wanted[0]), strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=5e-2, atol=5e-2)
+
+
+def test_weights_that_devices_share_are_not_summed():
+    """A divided axis cannot be cut into pieces; in `shard_map` each device has a weight of its own."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x, weight = make((1,), jnp.bfloat16)
+    specs = jax.P(), jax.P("x")
+    with jax.set_mesh(mesh):
+        shared = jax.device_put(weight, jax.NamedSharding(mesh, specs[1]))
+        program = jax.jit(product).lower(x, shared)
+        own = jax.jit(jax.shard_map(product, in_specs=specs, out_specs=jax.P(None, "x")))
+        assert "dot_general" in program.as_text() and "dot_general" not in own.lower(x, shared).as_text()
+        np.testing.assert_array_equal(np.float32(own(x, shared)), np.float32(product(x, weight)))
+
+
+def test_flax_layers_have_products_of_few_tokens():
+    rng = np.random.default_rng(0)
+
+    def general(x, kernel, inner, **options):
+        numbers = (tuple(range(x.ndim - inner, x.ndim)), tuple(range(inner))), ((), ())
+        y = jax.jit(lambda x, kernel: dot_general(x, kernel, numbers, **options))
+        exact = jax.lax.dot_general(x, kernel, numbers, preferred_element_type=jnp.float32)
+        np.testing.assert_allclose(np.float32(y(x, kernel)), exact, rtol=1e-2, atol=1e-2)
+        return "dot_general" not in y.lower(x, kernel).as_text()
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    assert general(draw(1, 1, 64), draw(64, 4, 8), 1, preferred_element_type=jnp.bfloat16)
+    assert general(draw(1, 1, 4, 8), draw(4, 8, 64), 2)
+    assert not general(draw(5, 64), draw(64, 4, 8), 1) and not general(draw(1, 64), draw(64, 8), 1, precision="highest")
+    others = (((0,), (0,)), ((), ())), (((2,), (1,)), ((0,), (0,)))  # tokens behind, and a batch
+    for numbers, x, kernel in zip(others, (draw(64, 1), draw(2, 1, 64)), (draw(64, 8), draw(2, 64, 8)), strict=True):
+        np.testing.assert_array_equal(dot_general(x, kernel, numbers), jax.lax.dot_general(x, kernel, numbers))
+
+
+@pytest.mark.parametrize("kind", ["linen.Attention", "linen.MultiHeadDotProductAttention", "nnx.MultiHeadAttention"])
+def test_each_product_of_a_layer_is_summed(kind, monkeypatch):
+    config = jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=4, head_dim=8, max_seqs=1, max_seq_len=16)
+    x = jnp.ones((1, 1, 32), jnp.bfloat16)
+    types = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    if kind.startswith("nnx"):
+        layer = jaxkv.nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0), **types)
+    else:
+        module = getattr(jaxkv.linen, kind.removeprefix("linen."))(num_heads=4, **types)
+        layer = functools.partial(module.apply, module.init(jax.random.key(0), x))
+
+    def count():
+        step = jax.jit(lambda x, cache: layer(x, cache=jaxkv.extend(cache, jnp.ones(1, jnp.int32)), layer=0)[0])
+        return step.lower(x, jaxkv.init(config)).as_text().count("stablehlo.dot_general")
+
+    few = count()
+    monkeypatch.setattr(_products, "SUMMED", {})
+    assert count() == few + 4
 
 
 def test_few_tokens_are_the_right_operand():
