@@ -290,12 +290,15 @@ def _prefill(
     else:
         state, y = jax.lax.scan(jax.checkpoint(run_rows, prevent_cse=False), read_slots(states, batch), chunks)
         states = states.at[batch.targets(num_slots)].set(state.astype(states.dtype), mode="drop")
-    # y: [n, L, size, H, V]
+    # y: [n, L, size, H, V]. Places are scattered, not outputs: these are written once.
+    y = y.reshape(-1, *y.shape[3:])
     at = jnp.where(
         place[None, None] < chunks.tokens[..., None], chunks.begin[..., None] + place[None, None], num_tokens
     )
-    out = jnp.zeros((num_tokens, *y.shape[3:]), jnp.float32)
-    return out.at[at.reshape(-1)].set(y.reshape(-1, *y.shape[3:]), mode="drop"), states
+    found = (
+        jnp.full(num_tokens, -1, jnp.int32).at[at.reshape(-1)].set(jnp.arange(y.shape[0], dtype=jnp.int32), mode="drop")
+    )
+    return jnp.where(expand(found >= 0, y.ndim), y.at[found].get(mode="clip"), 0.0), states
 
 
 class _Place(NamedTuple):
