@@ -26,6 +26,12 @@ def test_random_steps(seed, interpret):
     draw_trial(seed).check(interpret, seed)
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="chunks take the interpreter long; by day one row's")
+@pytest.mark.parametrize("seed", range(20))
+def test_random_steps_in_chunks(seed, interpret):
+    draw_trial(seed, chunks=True).check(interpret, seed)
+
+
 def test_each_row_has_its_turn_once():
     """... and in order, whoever reads what another writes."""
     for seed in range(20):
