@@ -25,7 +25,8 @@ from pallas_kernels.api.backends import IMPLEMENTATIONS, REGISTERED, Choice, cho
 from pallas_kernels.api.mixer_arguments import SHAPES_ONLY, check_arguments, check_batch
 from pallas_kernels.common.state_batch import MixerCall, StateBatch
 
-MODULES = {"xla": "xla.mixers", "reference": "reference_mixers", "gpu": "gpu.mixers"}  # name -> module of this package
+# implementation -> its module in this package
+MODULES = {"xla": "xla.mixers", "reference": "reference_mixers", "gpu": "gpu.mixers", "tpu": "tpu.mixers"}
 DIFFERENTIABLE = ("xla", "reference")
 
 

@@ -60,6 +60,26 @@ def check_memory(kernels):
         assert kernel["kernel"] == "write" or needed < 2**23 or kernel["used"] > needed / 4, kernel
 
 
+@pytest.mark.parametrize(
+    "programs",
+    [
+        ("four", "qwen3-next"),
+        *[(chip,) for chip in ("v5e", "v5p", "v6e", "tpu7x")] * NIGHTLY,
+        *[(chip, "small:256", "falcon-h1:256") for chip in ("v5e", "v5p", "v6e", "tpu7x")] * NIGHTLY,
+    ],
+)
+@pytest.mark.timeout(1100, method="thread")
+def test_states_stay_where_they_lie(programs):
+    """A kernel a layer, chosen by the platform; no pool is copied or moved, over four chips' heads neither."""
+    for program in compile_for(*programs, script="tpu_state_programs.py", timeout=1000):
+        assert program["kernels"] == 2, program
+        assert program["alias"] == program["pool"], program
+        assert program["temp"] < (2**23 if program["used"] else 2**26) < program["pool"] / 4, program
+        assert not program["pool copies"] and not program["in vector memory"] and not program["collectives"], program
+        if program["model"]:  # of decode
+            assert program["used"] and max(program["used"]) <= program["model"] <= program["limit"], program
+
+
 @pytest.mark.skipif(not NIGHTLY, reason="the compiler takes long over shapes at the edge of what there is")
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
 @pytest.mark.timeout(3100, method="thread")

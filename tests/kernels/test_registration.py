@@ -86,9 +86,7 @@ def test_a_registered_backend_may_have_mixers():
         y, states = door(**few | {"v": v}, implementation=implementation)
         return jnp.sum(jnp.sin(y)) + jnp.sum(states)
 
-    gradients = [jax.grad(loss)(few["v"], name) for name in (None, "mine", "reference")]
-    for found in gradients[:2]:
-        testing.assert_close(found, gradients[2])
+    testing.assert_close(jax.grad(loss)(few["v"], "mine"), jax.grad(loss)(few["v"], "reference"))
 
 
 def test_a_kernel_is_not_divided_by_the_compiler():

@@ -1,0 +1,129 @@
+"""Mixers as TPU kernels: see `pallas_kernels/api/mixer_dispatch.py`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.ragged_layout import locate
+from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding
+from pallas_kernels.tpu.pages import LANES, sublanes
+from pallas_kernels.tpu.state_decode import (
+    StateTokens,
+    decode_states,
+    heads_of_item,
+    make_masks,
+    update_delta,
+    update_space,
+)
+from pallas_kernels.tpu.state_prefill import CHUNK, gather_tokens, list_chunks, prefill_states, scatter_tokens
+
+LEAST_GATE = -100.0  # its exponential is 0 in float32
+
+
+def unsupported(call: MixerCall) -> str | None:
+    """Returns why a call cannot run as a TPU kernel, and the way out; None: it can. Reads no values."""
+    states, axes = call.arrays["states"], call.token_axes
+    if states.dtype != jnp.float32:
+        return (
+            f"The TPU kernels of {call.op} keep states in float32, not {states.dtype}: choose that, or leave it to XLA."
+        )
+    for name, x in call.arrays.items():
+        if x is not None and x.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"The TPU kernels of {call.op} read bfloat16 or float32, but {name} is {x.dtype}: cast it."
+    rows, lanes = states.shape[2:]
+    if lanes % LANES or rows % sublanes(states.dtype):
+        return (
+            f"States of {rows} x {lanes} fill no whole register tiles of {sublanes(states.dtype)} x {LANES}, and a TPU "
+            f"would copy the whole pool: leave it to XLA, or choose widths in these multiples."
+        )
+    if len(axes) == 2 and axes[1] == 1:
+        return None
+    if call.op == "gated_delta_rule" and call.arrays["g"].ndim == call.arrays["v"].ndim:
+        return "There is no TPU kernel of gates by channel for more than a token of each row yet; XLA runs it."
+    if call.batch.every is not None and call.batch.every % CHUNK:
+        return (
+            f"The TPU kernels take snapshots at the ends of chunks of {CHUNK} tokens, not after every "
+            f"{call.batch.every}: choose a multiple, or leave it to XLA."
+        )
+    return None
+
+
+def gated_delta_rule(
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, scale: float | jax.Array,
+    states: jax.Array, batch: StateBatch, *, interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Computes [`pallas_kernels.gated_delta_rule`][]."""
+    if v.ndim == 3 or v.shape[1] > 1:
+        g = jnp.maximum(g.astype(jnp.float32), LEAST_GATE)
+        return _prefill((q.astype(jnp.float32) * scale, k), v, [g, beta], states, batch, v.dtype, interpret)
+    groups = states.shape[1] // heads_of_item(states)
+    q = q.astype(jnp.float32) * scale
+    g = jnp.maximum(g.astype(jnp.float32), LEAST_GATE)
+    by_channel = g.ndim == v.ndim
+    rows = tuple(_group(x, groups) for x in ((q, k, v, g) if by_channel else (q, k, v)))
+    numbers = _stack([beta] if by_channel else [g, beta], groups)
+    masks = [make_masks(x.shape[2]) for x in (rows[1], *rows[3:])]
+    out, tokens = rows[2].shape[2:], StateTokens(rows, numbers, tuple(masks))
+    y, states = decode_states(update_delta, tokens, states, batch, out, v.dtype, interpret=interpret)
+    return y.reshape(v.shape), states
+
+
+def state_space(
+    x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None, states: jax.Array,
+    batch: StateBatch, *, interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Computes [`pallas_kernels.state_space`][]."""
+    dt = dt.astype(jnp.float32)
+    gates = jnp.maximum(dt * jnp.expand_dims(A.astype(jnp.float32), tuple(range(dt.ndim - 1))), LEAST_GATE)
+    if x.ndim == 3 or x.shape[1] > 1:
+        values = x.astype(jnp.float32) * dt[..., None]
+        y, states = _prefill((C, B), values, [gates], states, batch, jnp.float32, interpret)
+        return hide_padding(_skip(y, x, D), x, batch), states
+    groups = states.shape[1] // heads_of_item(states)
+    numbers = _stack([gates, dt], groups)
+    tokens = StateTokens(tuple(_group(array, groups) for array in (x, B, C)), numbers)
+    shared = tokens.rows[1].shape[2]
+    out = shared, states.shape[1] // groups // shared * x.shape[-1]
+    y, states = decode_states(update_space, tokens, states, batch, out, jnp.float32, interpret=interpret)
+    return hide_padding(_skip(y.reshape(x.shape), x, D), x, batch), states
+
+
+def _skip(y: jax.Array, x: jax.Array, D: jax.Array | None) -> jax.Array:
+    """Returns y and what goes by the states."""
+    if D is None:
+        return y
+    D = D.astype(jnp.float32)
+    return y + x.astype(jnp.float32) * jnp.expand_dims(D[:, None] if D.ndim == 1 else D, tuple(range(x.ndim - 2)))
+
+
+def _prefill(
+    keys: tuple[jax.Array, jax.Array], values: jax.Array, numbers: list[jax.Array], states: jax.Array,
+    batch: StateBatch, dtype: Any, interpret: Any,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns outputs like `values`, 0 for padding, and the pool, of a step of any tokens."""
+    axes = values.shape[:-2]
+    flat, token = batch.flatten(axes), locate(axes, batch.kv_lens, batch.query_lens, batch.query_starts)
+    row, position, valid = (x.reshape(-1) for x in (token.row, token.position, token.valid))
+    chunks = list_chunks(flat, valid.size, states.shape[0])
+    q, k, v, *rates = (
+        gather_tokens(x.reshape(valid.size, *x.shape[len(axes) :]), chunks) for x in (*keys, values, *numbers)
+    )
+    stacked = jnp.stack([x.astype(jnp.float32) for x in rates], axis=1)
+    y, states = prefill_states(len(numbers) > 1, (q, k), v, stacked, states, chunks, dtype, interpret=interpret)
+    y = scatter_tokens(y, chunks, flat, row, position)
+    return jnp.where(valid[:, None, None], y, jnp.zeros((), dtype)).reshape(values.shape), states
+
+
+def _group(x: jax.Array, groups: int) -> jax.Array:
+    """Returns `[S, groups, heads of a group, D]` of `[S, 1, heads, D]`, where few heads are shared by all groups."""
+    rows, _, heads, width = x.shape
+    if heads % groups:
+        x, heads = jnp.repeat(x, groups // heads, axis=2), groups
+    return x.reshape(rows, groups, heads // groups, width)
+
+
+def _stack(numbers: list[jax.Array], groups: int) -> jax.Array:
+    """Returns f32 `[S, groups, n, heads of a group]` of n arrays `[S, 1, heads]`."""
+    stacked = jnp.stack([x[:, 0].astype(jnp.float32).reshape(x.shape[0], groups, -1) for x in numbers], axis=2)
+    return stacked

@@ -1,0 +1,285 @@
+"""States by the TPU kernels, interpreted: against the reference, with NaN in all that must not be read."""
+
+import functools
+import importlib
+import itertools
+import pathlib
+import shutil
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreter import PLAIN, RACES
+from nightly import NIGHTLY
+from planting import Plant, Sources
+from state_kernels import CASES, CHANNELS, DELTA, SPACE, Mixing, check, expect, make_arrays, make_batch
+
+import pallas_kernels
+from pallas_kernels import tpu
+from pallas_kernels.tpu import mixers, state_decode
+
+pytestmark = pytest.mark.timeout(240, method="thread")
+FOLDER = pathlib.Path(tpu.__file__).parent
+SOURCES = Sources(FOLDER, "pallas_kernels.tpu")
+TWO_HEADS = 2 * 16 * 128 * 4  # bytes of an item: half of a row, so that there are twice as many
+names = (f"broken_tpu_states_{i}" for i in itertools.count())
+
+
+def run(case, mode, module=mixers):
+    """Runs a case in the interpreter, and checks it."""
+    check(interpreter.run(bind(case, module), make_arrays(case), mode=mode), case)
+
+
+def bind(case, module=mixers):
+    """Returns a function of a case's arrays."""
+    batch = make_batch(case)
+
+    def step(arrays, interpret):
+        return getattr(module, case.op)(**arrays, batch=batch, interpret=interpret)
+
+    return step
+
+
+@pytest.fixture
+def small_items(monkeypatch):
+    """Two items a row, and two rows a grid step."""
+    monkeypatch.setattr(state_decode, "ITEM_BYTES", TWO_HEADS)
+    monkeypatch.setattr(state_decode, "rows_of_block", lambda *_: 2)
+
+
+@pytest.mark.parametrize("mode", interpreter.MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_token_of_each_row(name, mode, small_items):
+    if not NIGHTLY and (name, mode) not in (("delta", "races"), ("channels", "plain"), ("space", "races")):
+        pytest.skip("by day each mixer runs in one mode")
+    run(CASES[name], interpreter.MODES[mode])
+
+
+def test_a_step_without_a_token():
+    case = SPACE._replace(new=(0,) * 5, to_slots=(-1,) * 5, heads=2)
+    run(case, RACES)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="by day rows of two items pass")
+def test_a_row_of_one_item():
+    run(DELTA, RACES)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="six programs to interpret")
+def test_batches_and_scans():
+    """Under `vmap` each pool is its own; a scan carries a pool from layer to layer."""
+    case = Mixing(before=(2, 0), new=(1, 1), slots=(5, 2), to_slots=(5, 2), snapshots=(-1, 8), heads=2)
+    step, arrays = bind(case), [make_arrays(case), make_arrays(case, 1)]
+    layers = jax.tree.map(lambda *x: jnp.stack(x), *arrays)
+
+    def batched(layers, interpret):
+        return jax.vmap(functools.partial(step, interpret=interpret))(layers)
+
+    found = interpreter.run(batched, layers, mode=PLAIN)
+    for i, each in enumerate(arrays):
+        check(jax.tree.map(lambda x, i=i: x[i], found), case, each)
+
+    def scanned(layers, interpret):
+        def layer(states, x):
+            y, states = step(x | {"states": states}, interpret)
+            return states, y
+
+        states, ys = jax.lax.scan(layer, layers["states"][0], layers)
+        return ys[1], states
+
+    after = expect(case, arrays[0])[1]
+    check(interpreter.run(scanned, layers, mode=PLAIN), case, arrays[1] | {"states": jnp.asarray(after)})
+
+
+def test_heads_over_devices():
+    mesh, arrays = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",)), make_arrays(DELTA)
+    heads, whole = jax.P(None, None, "x"), jax.P()
+    specs = dict.fromkeys(arrays, heads) | {"scale": whole, "states": jax.P(None, "x")}
+
+    def divided(arrays, interpret):
+        step = functools.partial(bind(DELTA), interpret=interpret)
+        out_specs = heads, specs["states"]
+        return jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(arrays)
+
+    check(interpreter.run(divided, arrays, mode=PLAIN), DELTA)
+
+
+def shape(*axes, dtype="float32"):
+    return jax.ShapeDtypeStruct(axes, dtype)
+
+
+def explain(axes=(4, 1), widths=(128, 128), states="float32", values="bfloat16", **others):
+    """Returns what is said of the gated delta rule on a TPU."""
+    heads, (keys, width) = 4, widths
+    q = shape(*axes, heads, keys)
+    arrays = dict(q=q, k=q, v=shape(*axes, heads, width, dtype=values), g=shape(*axes, heads))
+    arrays |= dict(beta=arrays["g"], states=shape(9, heads, keys, width, dtype=states))
+    return pallas_kernels.explain("gated_delta_rule", **arrays | others, platform="tpu")
+
+
+def test_the_choice_is_explained():
+    assert explain().implementation == "tpu"
+    refused = {
+        "keep states in float32, not bfloat16": explain(states="bfloat16"),
+        "v is float16: cast it": explain(values="float16"),
+        "128 x 192 fill no whole register tiles of 8 x 128": explain(widths=(128, 192)),
+        "12 x 128 fill no whole": explain(widths=(12, 128)),
+    }
+    for sentence, choice in refused.items():
+        assert choice.implementation == "xla" and sentence in choice.reason, choice
+    convolution = pallas_kernels.explain("causal_conv", platform="tpu")
+    assert explain((4, 70)).implementation == explain((70,)).implementation == "tpu"
+    by_channel = explain((70,), g=shape(70, 4, 128))
+    assert by_channel.implementation == "xla" and "gates by channel" in by_channel.reason
+    every = explain((70,), every=48, snapshot_slots=shape(4, 2, dtype="int32"))
+    assert every.implementation == "xla" and "not after every 48" in every.reason
+    assert convolution.implementation == "xla" and "no kernel of its own for causal_conv" in convolution.reason
+
+
+# Row 1 goes on from a snapshot's position, in the slot that it shares; row 3 from the middle of a chunk.
+CHUNKS = Mixing(
+    before=(0, 64, 3, 70), new=(70, 1, 0, 60), slots=(2, 5, 0, 1), to_slots=(2, 6, 0, 1),
+    snapshots=(3, -1, -1, 8), packed=True, every=64,
+)  # fmt: skip
+
+
+def chunks(op, packed):
+    return CHUNKS._replace(op=op, packed=packed)
+
+
+@pytest.mark.parametrize("mode", interpreter.MODES)
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("op", ["gated_delta_rule", "state_space"])
+def test_chunks_of_tokens(op, packed, mode):
+    if not NIGHTLY and (op, packed, mode) not in (("gated_delta_rule", True, "races"), ("state_space", False, "plain")):
+        pytest.skip("by day each mixer runs in one layout and mode")
+    run(chunks(op, packed), interpreter.MODES[mode])
+
+
+# name: (case, mode, what is planted).
+CONTROLS = {
+    "a state not awaited": (
+        DELTA, PLAIN,
+        Plant("state_decode:_kernel", "pl.when(~begins)", "pl.when(item < 0)"),
+    ),
+    "a slot refilled while it is computed": (
+        DELTA, RACES,
+        Plant("state_decode:_kernel", "(number + COMING - 1) & (COMING - 1)", "number & (COMING - 1)"),
+    ),
+    "a state overwritten while it leaves": (
+        DELTA, RACES,
+        Plant("state_decode:_kernel", "number & (LEAVING - 1)", "0 * number"),
+    ),
+    "what leaves last not awaited": (
+        DELTA, PLAIN,
+        Plant("state_decode:_kernel", "block == blocks - 1", "block == blocks"),
+    ),
+    "a row that begins with what its slot holds": (
+        DELTA, PLAIN,
+        Plant("state_decode:list_items", "jnp.where(batch.begins, -1, jnp.clip(batch.slots, 0, num_slots - 1))",
+              "jnp.clip(batch.slots, 0, num_slots - 1)"),
+    ),
+    "a row without a token written": (
+        DELTA, PLAIN,
+        Plant("state_decode:list_items", "batch.query_lens > 0", "batch.query_lens >= 0"),
+    ),
+    "a state written over the one that is shared": (
+        DELTA, PLAIN,
+        Plant("state_decode:_kernel", "place(target, group)", "place(jnp.maximum(sources[item], 0), group)"),
+    ),
+    "a snapshot forgotten": (
+        DELTA, PLAIN,
+        Plant("state_decode:_kernel", "snapshot >= 0", "snapshot >= 99"),
+    ),
+    "another item's heads": (
+        DELTA, PLAIN,
+        Plant("state_decode:_kernel", "pl.ds(group * size, size)", "pl.ds(0 * group, size)"),
+    ),
+    "a grid step's first item again": (
+        DELTA, PLAIN,
+        Plant("state_decode:list_items", "ends[block - 1 :: block]", "0 * ends[block - 1 :: block]"),
+    ),
+    "a token's own part left out": (
+        DELTA, PLAIN,
+        Plant("state_decode:update_delta", "at_query + alike[own : own + 1] * u", "at_query + 0 * u"),
+    ),
+    "numbers of one part": (
+        DELTA, PLAIN,
+        Plant("state_decode:split", "x - parts[-1]", "0 * x"),
+    ),
+    "a channel's gate left out of what is found": (
+        CHANNELS, PLAIN,
+        Plant("state_decode:update_delta", "before[head, tile] * decay[i][tile]", "before[head, tile]"),
+    ),
+    "a state's small parts left out": (
+        SPACE, PLAIN,
+        Plant("state_decode:update_space", "enumerate(split(states))", "enumerate(split(states)[:1])"),
+    ),
+    "a chunk begins with the state of the row before": (
+        CHUNKS, PLAIN,
+        Plant("state_prefill:_kernel", "source == -1", "source == -9"),
+    ),
+    "a state that is not fetched": (
+        CHUNKS, PLAIN,
+        Plant("state_prefill:_kernel", "pl.when(source >= 0)", "pl.when(source >= 99)"),
+    ),
+    "a state written over the one that is shared, after chunks": (
+        CHUNKS, PLAIN,
+        Plant("state_prefill:list_chunks", "targets = batch.targets(num_slots)", "targets = batch.slots"),
+    ),
+    "a snapshot of the wrong number": (
+        CHUNKS, PLAIN,
+        Plant("state_prefill:list_chunks", "end // batch.every - start // batch.every - 1", "end // batch.every - 1"),
+    ),
+    "chunks cut at multiples of their own": (
+        CHUNKS, PLAIN,
+        Plant("state_prefill:scatter_tokens", "jnp.maximum(number * CHUNK, begin[row])", "number * CHUNK"),
+    ),
+    "padding of the last chunk computed": (
+        CHUNKS, PLAIN,
+        Plant("state_prefill:gather_tokens", "place < chunks.tokens[:, None]", "place >= 0 * chunks.tokens[:, None]"),
+    ),
+    "a key seen by earlier queries": (
+        CHUNKS, PLAIN,
+        Plant("state_prefill:_run_chunk", "jnp.where(column <= row, jnp.exp(x), 0.0)", "jnp.exp(x)"),
+    ),
+    "pairs of blocks not joined": (
+        CHUNKS, PLAIN,
+        Plant("state_prefill:_invert", "CHUNK.bit_length() - 1", "CHUNK.bit_length() - 2"),
+    ),
+    "what stands at a chunk's end forgotten less": (
+        CHUNKS._replace(op="state_space"), PLAIN,
+        Plant("state_prefill:_run_chunk", "keys[i] * _widen(till_end[i], keys[i].shape[1])", "keys[i]"),
+    ),
+}  # fmt: skip
+BY_DAY = ("a slot refilled while it is computed", "a snapshot of the wrong number")
+
+
+def broken(tmp_path, monkeypatch, *plants):
+    """The kernels' mixers under another name, with mistakes planted in them."""
+    name = next(names)
+    shutil.copytree(FOLDER, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    planted = SOURCES.planted(*plants)
+    for module, path in SOURCES.files.items():
+        text = planted.get(module, path.read_text()).replace("pallas_kernels.tpu", name)
+        (tmp_path / name / path.relative_to(FOLDER)).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = importlib.import_module(f"{name}.state_decode")
+    monkeypatch.setattr(found, "ITEM_BYTES", TWO_HEADS)
+    monkeypatch.setattr(found, "rows_of_block", lambda *_: 2)
+    return importlib.import_module(f"{name}.mixers")
+
+
+@pytest.mark.parametrize("control", CONTROLS if NIGHTLY else BY_DAY)
+def test_control(control, tmp_path, monkeypatch):
+    case, mode, *plants = CONTROLS[control]
+    module = broken(tmp_path, monkeypatch, *plants)
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+        run(case, mode, module)
+
+
+def test_every_mistake_can_be_made():
+    for name, (_, _, *plants) in CONTROLS.items():
+        assert SOURCES.broken(*plants), name
