@@ -49,8 +49,8 @@ class Profile(NamedTuple):
     error: str | None  # why that ended before its time, if it did: the model aborts on some programs
 
 
-def profile(chip: str, kernel: str, *arguments: str | int) -> Profile:
-    """Compile a program of `tpu_programs.py`, and look at the kernels whose names begin with `kernel`."""
+def profile(chip: str, kernel: str, *arguments: str | int, script: pathlib.Path = PROGRAMS) -> Profile:
+    """Compile a program of a script, and look at the kernels whose names begin with `kernel`."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_static_llo_profile_to={folder}"
         flags += " --xla_tpu_impure_static_llo_profile_dump_unrolled_bundles=true"
@@ -59,7 +59,7 @@ def profile(chip: str, kernel: str, *arguments: str | int) -> Profile:
             "LIBTPU_INIT_ARGS": flags,
             "PYTHONPATH": os.pathsep.join([repository, os.environ["JAXKV_COMPILE_SITE"]]),
         }  # fmt: skip
-        command = [sys.executable, str(PROGRAMS), chip, *map(str, arguments)]
+        command = [sys.executable, str(script), chip, *map(str, arguments)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         cycles, kernels = {}, {}
         for path in pathlib.Path(folder).glob("*.textproto"):

@@ -1,0 +1,131 @@
+"""What the TPU compiler's cycle model says of a decode step of layers with states. No TPU needed; see `tpu_cycles.py`.
+
+    JAXKV_COMPILE_SITE=.venv/compile python benchmarks/tpu_states.py [chip ...]
+
+`copies` is the same program that computes nothing. The model lets copies in and copies out each have all of the
+memory's rate, and several at once have more of it than there is: `rate` is the time that all states take one way at the
+rate of `tpu_cycles.py`'s decode of 8 x 1,024 tokens (32 MiB in 30,700 cycles on v6e, 19,400 on tpu7x), which is the one
+to hold a kernel against.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl, topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tpu_works import CHIPS
+
+from pallas_kernels.common.state_batch import StateBatch
+from pallas_kernels.tpu import mixers
+
+ROWS = 32
+RATES = {"v6e": 30_700 / 2**25, "tpu7x": 19_400 / 2**25}  # cycles a byte
+# A mixer, heads of keys (or groups), heads, the two widths of a head's state.
+FAMILIES = {
+    "Qwen3-Next": ("delta", 16, 32, 128, 128), "Kimi Linear": ("channels", 32, 32, 128, 128),
+    "Nemotron-H": ("space", 8, 128, 64, 128), "Granite 4": ("space", 1, 48, 64, 128),
+    "Falcon-H1": ("space", 1, 24, 64, 256),
+}  # fmt: skip
+
+
+class Scalars:
+    """Stands in for an argument in scalar memory, which the model reads as 0; opaque, so that nothing is folded."""
+
+    def __init__(self, first: int, step: int):
+        self.first, self.step = first, step
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return jnp.asarray(self.first + self.step * index + jnp.where(jnp.asarray(index) == 9999, 3, 0), jnp.int32)
+
+
+def replace_scalars(copies_only: bool) -> None:
+    """From here on each row has a token, and its own slot; with `copies_only` kernels compute nothing."""
+    pallas_call = pl.pallas_call
+
+    def call(body, *arguments, grid_spec, **options):
+        (blocks,) = grid_spec.grid
+        rows, slots, none = Scalars(0, 1), Scalars(1, 1), Scalars(-1, 0)
+        given = rows, slots, slots, none, Scalars(0, ROWS // blocks), Scalars(ROWS, 0)
+        return pallas_call(lambda *refs: body(*given, *refs[len(given) :]), *arguments, grid_spec=grid_spec, **options)
+
+    pl.pallas_call = call
+    if copies_only:
+        mixers.update_delta = lambda inputs, *_: inputs[2]
+        mixers.update_space = lambda inputs, *_: jnp.zeros((inputs[1].shape[0], inputs[0].size // inputs[1].shape[0]))
+
+
+def compile_step(chip: str, family: str, copies_only: bool) -> None:
+    """Compiles a decode step of one layer, in a process of its own, and prints nothing of it."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
+    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    replace_scalars(copies_only)
+
+    def array(*axes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(axes, dtype, sharding=whole)
+
+    def token(*axes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+        return array(ROWS, 1, *axes, dtype=dtype)
+
+    kind, few, heads, *widths = FAMILIES[family]
+    if kind == "space":
+        b = token(few, widths[1], dtype="bfloat16")
+        arrays = {"x": token(heads, widths[0], dtype="bfloat16"), "dt": token(heads), "A": array(heads), "B": b, "C": b}
+        step, options = mixers.state_space, {"D": array(heads)}
+    else:
+        gates = token(heads, widths[0]) if kind == "channels" else token(heads)
+        arrays = {"q": token(few, widths[0]), "k": token(few, widths[0]), "g": gates, "beta": token(heads)}
+        step, options = mixers.gated_delta_rule, {"v": token(heads, widths[1], dtype="bfloat16")}
+        options["scale"] = array()
+    rows, states = array(ROWS, dtype="int32"), array(4 * ROWS + 1, heads, *widths)
+
+    def program(states, arrays, rows):
+        return step(**arrays, states=states, batch=StateBatch(rows, rows, rows, None, rows))
+
+    with jax.set_mesh(mesh):
+        jax.jit(program, donate_argnums=0).lower(states, arrays | options, rows).compile()
+
+
+def measure(chip: str, family: str, copies_only: bool) -> tuple[int, int]:
+    """Returns the cycles of the kernel, and of all operations."""
+    from tpu_cycles import profile
+
+    made = profile(chip, "state_decode", family, int(copies_only), script=pathlib.Path(__file__))
+    if made.error or not made.kernels:
+        raise RuntimeError(f"The compiler made no profile: {made.error}")
+    ((kernel, copies_in, copies_out),) = made.kernels.values()
+    items = ROWS * (2 if family == "Nemotron-H" else 1)
+    if not items <= min(copies_in, copies_out) <= max(copies_in, copies_out) <= items + 8:
+        raise RuntimeError(f"It ran {copies_in} copies in and {copies_out} out for {items} items.")
+    return kernel, sum(made.cycles.values())
+
+
+def main() -> None:
+    """Measures, prints and saves."""
+    from _harness import save, table
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("chips", nargs="*", default=list(RATES), metavar="chip")
+    rows = []
+    for chip in parser.parse_args().chips:
+        for family, (_, _, heads, *widths) in FAMILIES.items():
+            kernel, total = measure(chip, family, False)
+            rate = round(RATES[chip] * 4 * ROWS * heads * widths[0] * widths[1])
+            row = {"chip": chip, "family": family, "kernel": kernel, "layer": total, "rate": rate}
+            rows.append(row | {"copies": measure(chip, family, True)[0], "of rate": round(kernel / rate, 2)})
+            print(json.dumps(rows[-1]), flush=True)
+    table(rows)
+    save("tpu_states", rows, jax=jax.__version__, rows_at_once=ROWS, simulated="by the compiler, without a TPU")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4 and sys.argv[2] in FAMILIES:
+        compile_step(sys.argv[1], sys.argv[2], bool(int(sys.argv[3])))
+    else:
+        main()
