@@ -56,6 +56,10 @@ def said_of(line: str) -> list[str]:
     )
     alike, (short, slow, _) = measured("serving_order", {"step_tokens": 32})[0], measured("serving_order")[-3:]
     (waits,) = measured("serving_order", {"tokens in common": 32768})
+    (chosen,), (scratch,) = (
+        measured("chosen_tokens", wanted) for wanted in ({"step": "chooses and reads"}, {"context": 16384})
+    )
+    states, fresh, chunks = (measured("states", {"name": name})[0] for name in ("decode", "copy", "chunks"))
     local = [row for row in measured("serving") if row.get("outside of windows") == "given back"]
     loaded = measured("first_use", {"way": "generate"})
     smaller = [row["x smallest"] for row in measured("append") if row["blocks"] == 65536]
@@ -74,6 +78,13 @@ def said_of(line: str) -> list[str]:
         + all_of("alone / once", "{:.1f}x", measured("cascade", {"prefix": 512}))
         + all_of("bytes, % of alone", "{:.1f} %", shared),
         "decode attention of 8 rows": all_of("full / this", "{:.1f}x", kept) + all_of("this / short", "{:.2f}x", kept),
+        "decode attention of 128 heads": [
+            f"{chosen['times faster']:.1f}x", f"{chosen['of chosen rows and index keys']:.2f} times the bytes",
+            f"{scratch['scratch, MiB']:.0f} MiB",
+        ],
+        "32 rows of Qwen3-Next": [
+            f"{states['speed']:.2f} and {states['speed'] / fresh['speed']:.1f} times", f"{chunks['speed']:.1f}x"
+        ],
         "decode attention of 2 rows": all_of("all / this", "{:.1f}x", quest),
         "cost of a step's write": [f"{min(smaller):.1f}x", f"{max(smaller):.1f}x"],
         "sequences in equal bytes": all_of("times_contiguous", "{:.1f}x", packed)
