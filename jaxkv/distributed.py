@@ -1,4 +1,5 @@
-"""Several processes with one cache: `initialize` also monitors the other processes.
+"""Several processes with one cache: `initialize` also monitors the other processes, and `transfer_address` is where
+others send rows of a cache to.
 
 `import jaxkv.distributed` before any computation.
 """

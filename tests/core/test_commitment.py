@@ -100,6 +100,7 @@ OTHERS = {
     "dot_product_attention", "explain", "gather", "generate", "jax_attention", "last", "left_align",
     "merge_attention", "Model", "partition_specs", "plan_step", "positions", "right_align", "save", "stats",
     "snapshots",
+    "receive",  # puts rows as `load(into=)` does; it needs a process that sends them
     # Tried below, for they need layers that keep a state.
     "causal_conv", "gated_delta_rule", "read_states", "state_space", "write_states",
 }  # fmt: skip
