@@ -124,6 +124,8 @@ def test_there_is_room_for_what_rows_can_take(model, monkeypatch, options, token
     given = []
 
     class Noted(jaxkv.Engine):
+        is_following = False
+
         def __init__(self, model, **options):
             given.append(options)
 

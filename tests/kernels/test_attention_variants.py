@@ -10,7 +10,7 @@ from cases import in_tiles
 from nightly import NIGHTLY
 
 import pallas_kernels
-from pallas_kernels import reference, testing, tpu
+from pallas_kernels import gpu, reference, testing, tpu
 from pallas_kernels.api import reference_backend
 from pallas_kernels.common.batch import MaskSpec, PagedBatch
 from pallas_kernels.testing import Case
@@ -110,8 +110,14 @@ def arguments():
     return testing.make_inputs(case), {name: jnp.zeros((4, 11), jnp.int32) for name in ("spans", "tree")}
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("name", sorted(set(reference_backend.OPTIONS) - set(tpu.OPTIONS)))
+@pytest.mark.parametrize(
+    ("platform", "name"),
+    [
+        (platform, name)
+        for platform, backend in (("tpu", tpu), ("cuda", gpu))
+        for name in sorted(set(reference_backend.OPTIONS) - set(backend.OPTIONS))
+    ],
+)
 def test_kernels_refuse_by_name(platform, name):
     inputs, tokens = arguments()
     value = tokens | {
