@@ -252,7 +252,15 @@ def test_a_coordinator_that_is_gone(store, in_process, monkeypatch):
         other.receive()
 
 
-def test_an_interrupt_waits_for_the_end():
+@pytest.fixture
+def interruptible():
+    """Python's own handler: a process in the background is started with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_waits_for_the_end(interruptible):
     done = []
     with pytest.raises(KeyboardInterrupt), hold_back_interrupts():
         signal.raise_signal(signal.SIGINT)
