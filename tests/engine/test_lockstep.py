@@ -53,7 +53,7 @@ def store(monkeypatch):
 
 
 @pytest.fixture
-def in_process(monkeypatch):
+def make_as_process(monkeypatch):
     """Makes something as another process would."""
 
     def make(number, call):
@@ -65,7 +65,7 @@ def in_process(monkeypatch):
 
 
 @pytest.fixture
-def pair(store, in_process):
+def pair(store, make_as_process):
     """Makes an engine of the first process and one that follows it; what that ends with is raised at the end."""
     started = []
 
@@ -73,7 +73,7 @@ def pair(store, in_process):
         def engine():
             return jaxkv.Engine(Checksum(WINDOWS), **SIZES | options)
 
-        first, other, errors = engine(), in_process(1, engine), []
+        first, other, errors = engine(), make_as_process(1, engine), []
 
         def follow():
             try:
@@ -224,9 +224,9 @@ def test_a_checkpoint_goes_on_in_one_process_and_back(pair, store, tmp_path):
     assert not errors and other.tokens == again.tokens
 
 
-def test_messages_are_read_in_order_and_forgotten(store, in_process):
+def test_messages_are_read_in_order_and_forgotten(store, make_as_process):
     """Long ones in pieces; the store keeps few of them."""
-    first, other = Channel([0, 1]), in_process(1, lambda: Channel([0, 1]))
+    first, other = Channel([0, 1]), make_as_process(1, lambda: Channel([0, 1]))
     long = "x" * (2 * PIECE + 5)
     first.send({"call": long})
     assert other.receive() == {"call": long}
@@ -241,8 +241,8 @@ def test_messages_are_read_in_order_and_forgotten(store, in_process):
     assert other.receive() == {"call": "close"}
 
 
-def test_a_coordinator_that_is_gone(store, in_process, monkeypatch):
-    other = in_process(1, lambda: Channel([0, 1]))
+def test_a_coordinator_that_is_gone(store, make_as_process, monkeypatch):
+    other = make_as_process(1, lambda: Channel([0, 1]))
 
     def fail(*_):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")

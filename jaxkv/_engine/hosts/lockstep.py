@@ -20,6 +20,8 @@ from jaxkv._engine.runner.engine_core import EngineCore, make_sequence
 from jaxkv._files.paths import read_file_path
 from jaxkv._tiers.saved_rows import SavedRow, SavedRows
 
+TURNS = ("advance", "tidy", "settle", "reset")  # calls that take in what was submitted, and say nothing
+
 
 def list_engine_processes(model: Any) -> list[int]:
     """Returns the processes whose devices a model lies on, where these are several; else nothing."""
@@ -147,7 +149,7 @@ class LockstepCores:
 
     def change_pins(self, method: str, tokens: list[int], salt: str | bytes | None, adapter: str | None) -> Any:
         """Calls `pin` or `unpin` of the prefix cache, of which there is one."""
-        return self._call(method, list(tokens), render_salt(salt), adapter)
+        return self._call("change_pins", method, list(tokens), render_salt(salt), adapter)
 
     def close(self) -> None:
         """Frees device memory, in all processes; cancels requests that are not done."""
@@ -260,8 +262,11 @@ class LockstepCores:
         self.cores.cancel([self._replicas[n] for n in message.get("cancelled", ()) if n in self._replicas])
         for loop, speed in zip(self.loops, message.get("speeds", ()), strict=False):
             loop.residents.swapping.seconds_per_token = speed
-        run = self._CALLS[message["call"]]
+        name = message["call"]
         try:
+            if name in TURNS:
+                return self._take_turn(name)
+            run = self._CALLS[name]
             return run(self, *message.get("arguments", ()), *([waiting] if run is LockstepCores._adopt else ()))
         finally:
             for replica in [replica for replica in self._news if replica.done]:
@@ -285,24 +290,10 @@ class LockstepCores:
             self._by_origin[origin] = replica
         return replica
 
-    def _advance(self) -> None:
-        self.cores.advance()
-        self._measure()
-
-    def _tidy(self) -> None:
-        self.cores.tidy()
-        self._measure()
-
-    def _settle(self) -> None:
-        self.cores.settle()
-        self._measure()
-
-    def _reset(self) -> None:
-        self.cores.reset()
-        self._measure()
-
-    def _measure(self) -> None:
-        """Measures the room where it is unknown: `stats`, of one process, must run nothing on the devices of all."""
+    def _take_turn(self, name: str) -> None:
+        """Makes one of the calls in `TURNS`, and measures the room where it is unknown: `stats`, of one process, must
+        run nothing on the devices of all."""
+        getattr(self.cores, name)()
         for loop in self.loops:
             if not (loop.residents.room.is_known or loop.residents.config.contiguous):
                 loop.residents.settle()
@@ -316,15 +307,10 @@ class LockstepCores:
     def _name_model(self) -> str | None:
         return self.cores.name_model()
 
-    def _pin(self, tokens: list[int], salt: list[str], adapter: str | None) -> int:
+    def _change_pins(self, method: str, tokens: list[int], salt: list[str], adapter: str | None) -> Any:
         prefix = self.loops[0].residents.prefix
         assert prefix is not None
-        return prefix.pin(tokens, salt=parse_salt(*salt), adapter=adapter)
-
-    def _unpin(self, tokens: list[int], salt: list[str], adapter: str | None) -> None:
-        prefix = self.loops[0].residents.prefix
-        assert prefix is not None
-        prefix.unpin(tokens, salt=parse_salt(*salt), adapter=adapter)
+        return getattr(prefix, method)(tokens, salt=parse_salt(*salt), adapter=adapter)
 
     def _warm(self, kinds: Iterable[Kind], counts: Iterable[int]) -> None:
         for call in self.cores.warm(tuple(kinds), tuple(counts)):
@@ -347,8 +333,8 @@ class LockstepCores:
         self.cores.adopt(sequences)
 
     _CALLS: ClassVar[dict[str, Callable[..., Any]]] = {
-        "advance": _advance, "tidy": _tidy, "settle": _settle, "reset": _reset, "show": _show, "save": _save,
-        "name_model": _name_model, "warm": _warm, "adopt": _adopt, "pin": _pin, "unpin": _unpin,
+        "show": _show, "save": _save, "name_model": _name_model, "warm": _warm, "adopt": _adopt,
+        "change_pins": _change_pins,
     }  # fmt: skip
 
 
