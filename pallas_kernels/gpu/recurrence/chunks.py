@@ -17,7 +17,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu.recurrence.rows import BEGIN, BEGINS, COUNT, NEXT, POSITION, SOURCE, TARGET, TURNS
+from pallas_kernels.gpu.recurrence.rows import (
+    BEGIN,
+    BEGINS,
+    COUNT,
+    NEXT,
+    POSITION,
+    SOURCE,
+    TARGET,
+    TURNS,
+    write_snapshot,
+)
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
@@ -216,13 +226,7 @@ def run_chunks(
                 state = run_chunk(begin + start, stop - start, state, fetch_next)
                 if snapshots_ref is not None:
                     after = position + stop
-                    number = lax.div(after, jnp.int32(every)) - lax.div(position, jnp.int32(every)) - 1
-                    taken = (lax.rem(after, jnp.int32(every)) == 0) & (number < snapshots.shape[1])
-
-                    @pl.when(taken)
-                    def write_snapshot():
-                        to = snapshots_ref[row, number]
-                        pl.when((to >= 0) & (to < num_slots))(lambda: write(state, to))
+                    write_snapshot(snapshots_ref, row, position, after, every, num_slots, lambda to: write(state, to))
 
                 return state
 

@@ -1,7 +1,12 @@
 """What thread blocks that update states are told of each row: its slots, its tokens, and whose turn is when."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.common.state_batch import StateBatch
 
@@ -59,3 +64,21 @@ def plan_turns(read: jax.Array, writes: jax.Array, turns: jax.Array) -> tuple[ja
     length = jnp.where(queue < 0, turns, jnp.where(is_first, jnp.sum(same, axis=1, dtype=jnp.int32), 0))
     behind = jnp.where(same & earlier.T, row[None, :], count - 1)
     return length, behind.min(axis=1)
+
+
+def write_snapshot(
+    snapshots_ref: Any, row: Any, position: Any, after: Any, every: int, num_slots: int, write: Callable[[Any], Any]
+) -> None:
+    """Calls `write(slot)` in a kernel if the state of a row behind position `after` is to stay in a slot.
+
+    Args:
+      snapshots_ref: `i32[S, n]`, the slots of a row's snapshots of this step; -1: none.
+      position: that of the row's first token in this step.
+    """
+    number = lax.div(after, jnp.int32(every)) - lax.div(position, jnp.int32(every)) - 1
+    taken = (lax.rem(after, jnp.int32(every)) == 0) & (number < snapshots_ref.shape[1])
+
+    @pl.when(taken)
+    def write_if_named():
+        slot = snapshots_ref[row, number]
+        pl.when((slot >= 0) & (slot < num_slots))(lambda: write(slot))

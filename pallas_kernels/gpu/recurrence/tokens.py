@@ -16,7 +16,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu.recurrence.rows import BEGIN, BEGINS, COUNT, NEXT, POSITION, SOURCE, TARGET, TURNS
+from pallas_kernels.gpu.recurrence.rows import (
+    BEGIN,
+    BEGINS,
+    COUNT,
+    NEXT,
+    POSITION,
+    SOURCE,
+    TARGET,
+    TURNS,
+    write_snapshot,
+)
 from pallas_kernels.gpu.tiles import InterpretParams, full, store
 
 ELEMENTS = 8192  # of a state in a thread block: 64 registers of each thread
@@ -133,13 +143,9 @@ def update_states(
                 store(out_ref.at[begin + i, head, span], y.astype(out.dtype))
                 if snapshots_ref is not None:
                     after = position + i + 1
-                    number = lax.div(after, jnp.int32(every)) - lax.div(position, jnp.int32(every)) - 1
-                    taken = (lax.rem(after, jnp.int32(every)) == 0) & (number < snapshots.shape[1])
-
-                    @pl.when(taken)
-                    def write_snapshot():
-                        slot = snapshots_ref[row, number]
-                        pl.when((slot >= 0) & (slot < num_slots))(lambda: write(state, slot))
+                    write_snapshot(
+                        snapshots_ref, row, position, after, every, num_slots, lambda slot: write(state, slot)
+                    )
 
                 return state
 

@@ -73,7 +73,7 @@ MISTAKES = {
     ),
     "a snapshot counted from the row's beginning": (
         "tokens", {"wrong", "buffer has shape"},
-        Plant("update_states", "lax.div(position, jnp.int32(every))", "jnp.int32(0)"),
+        Plant("write_snapshot", "lax.div(position, jnp.int32(every))", "jnp.int32(0)"),
     ),
     "one token again and again": (
         "tokens", {"wrong"}, Plant("update_states", "begin + jnp.minimum(i + 1, count - 1)", "begin")
