@@ -25,6 +25,7 @@ import copy
 import functools
 import importlib
 import pathlib
+import shutil
 import sys
 import types
 from typing import NamedTuple
@@ -47,6 +48,7 @@ class Sources:
     """The modules of a package as text: its folder, and the name that its modules begin with."""
 
     def __init__(self, folder: pathlib.Path, package: str):
+        self.folder, self.package = folder, package
         self.files = {}
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
@@ -92,6 +94,14 @@ class Sources:
     def planted(self, *plants: Plant) -> dict[str, str]:
         """Returns the new source of each module that `plants` change."""
         return {module: ast.unparse(ast.fix_missing_locations(tree)) for module, tree in self.broken(*plants).items()}
+
+    def write_copy(self, folder: pathlib.Path, name: str, *plants: Plant) -> None:
+        """Writes the package into a folder under another name, with `plants` in it."""
+        shutil.copytree(self.folder, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        planted = self.planted(*plants)
+        for module, path in self.files.items():
+            text = planted.get(module, path.read_text()).replace(self.package, name)
+            (folder / name / path.relative_to(self.folder)).write_text(text)
 
 
 def symbols_of(tree: ast.AST, prefix: str = "") -> dict[str, ast.AST]:

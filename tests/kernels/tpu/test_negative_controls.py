@@ -3,7 +3,6 @@
 import importlib
 import itertools
 import pathlib
-import shutil
 
 import interpreter
 import jax
@@ -626,11 +625,7 @@ BY_DAY = list(CONTROLS)[: -len(FIRST_TOKENS) : 18]
 def broken(tmp_path, monkeypatch, *plants):
     """The kernels' package under another name, with mistakes planted in it."""
     name = next(names)
-    shutil.copytree(FOLDER, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    planted = SOURCES.planted(*plants)
-    for module, path in SOURCES.files.items():
-        text = planted.get(module, path.read_text()).replace("pallas_kernels.tpu", name)
-        (tmp_path / name / path.relative_to(FOLDER)).write_text(text)
+    SOURCES.write_copy(tmp_path, name, *plants)
     monkeypatch.syspath_prepend(tmp_path)
     tpu = importlib.import_module(name)
     importlib.import_module(f"{name}.decode").SEGMENTS = 3

@@ -4,7 +4,6 @@ import functools
 import importlib
 import itertools
 import pathlib
-import shutil
 
 import interpreter
 import jax
@@ -260,11 +259,7 @@ BY_DAY = ("a slot refilled while it is computed", "a snapshot of the wrong numbe
 def broken(tmp_path, monkeypatch, *plants):
     """The kernels' mixers under another name, with mistakes planted in them."""
     name = next(names)
-    shutil.copytree(FOLDER, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    planted = SOURCES.planted(*plants)
-    for module, path in SOURCES.files.items():
-        text = planted.get(module, path.read_text()).replace("pallas_kernels.tpu", name)
-        (tmp_path / name / path.relative_to(FOLDER)).write_text(text)
+    SOURCES.write_copy(tmp_path, name, *plants)
     monkeypatch.syspath_prepend(tmp_path)
     found = importlib.import_module(f"{name}.state_decode")
     monkeypatch.setattr(found, "ITEM_BYTES", TWO_HEADS)
