@@ -10,13 +10,12 @@ import numpy as np
 from jaxkv._core.blocks.reblock import BlockPlan, clear_unused, find_held, gather_slots, reblock
 from jaxkv._core.blocks.restore import pool_layers
 from jaxkv._core.blocks.row_snapshots import RowSnapshots, read_row_snapshots
-from jaxkv._core.blocks.state_slots import read_row_states
+from jaxkv._core.blocks.state_slots import take_states
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards
 from jaxkv._core.config.kv_packing import Apart
 from jaxkv._core.state.state import NULL_BLOCK
-from jaxkv._core.state.state_slots import split_states
 from jaxkv._files.format import stored_parts, stored_states
 
 CONTIGUOUS_BLOCK = 16  # tokens per block of a file from a contiguous cache, whose own blocks are mostly empty
@@ -84,10 +83,7 @@ class Written:
                 form = None if name.startswith("index") else config.form(layer)
                 pieces = [_blocks(form, x, plan, minor, here) for x, plan in zip(arrays, plans, strict=True)]
                 yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        states = [
-            jax.device_get(split_states(config, read_row_states(cache, rows)))
-            for cache, rows in zip(self.caches, self._own, strict=True)
-        ]
+        states = [jax.device_get(take_states(cache, rows)) for cache, rows in zip(self.caches, self._own, strict=True)]
         for i, name in stored_states(config):
             found = np.concatenate([each[i][name] for each in states])[self._order]
             empty = (self.lengths == 0).reshape(-1, *[1] * (found.ndim - 1))

@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv._core.blocks.block_copy import put, put_group, read_group
 from jaxkv._core.blocks.reblock import HeldBlocks
 from jaxkv._core.blocks.row_snapshots import put_row_snapshots, read_row_snapshots
-from jaxkv._core.blocks.state_slots import place_states, put_row_states, read_row_states
+from jaxkv._core.blocks.state_slots import place_states, put_row_states, take_states
 from jaxkv._core.blocks.tables import free
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import add_bounds
@@ -23,7 +23,6 @@ from jaxkv._core.state.columns import rows_entries
 from jaxkv._core.state.head_rows import row_tables
 from jaxkv._core.state.multihost import place_like
 from jaxkv._core.state.state import NULL_BLOCK, Pool
-from jaxkv._core.state.state_slots import split_states
 from jaxkv._tiers.host_blocks import HostBlocks, pad
 from jaxkv._tiers.host_room import are_empty, find_blocks_of, find_held_blocks, make_room, may_share
 
@@ -81,7 +80,7 @@ def swap_out_rows(cache: Cache, rows: Any, *, with_snapshots: bool) -> tuple[Cac
         order.append(pad(own))
         for layer, part in read_group(cache, group, pad(ids)).items():
             parts[layer] = jax.tree.map(_to_host, part)
-    states = jax.tree.map(_to_host, split_states(config, read_row_states(cache, moved)))
+    states = jax.tree.map(_to_host, take_states(cache, moved))
     snapshots = read_row_snapshots(cache, moved) if with_snapshots else None
     if snapshots is not None:
         snapshots = dataclasses.replace(snapshots, states=jax.tree.map(_to_host, snapshots.states))

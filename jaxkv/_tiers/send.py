@@ -13,7 +13,7 @@ from jaxkv._core.blocks.block_copy import pad_size, read_blocks, read_group
 from jaxkv._core.blocks.reblock import BlockPlan, HeldBlocks, TokensGone, describe_lack, fill_blocks, find_held, fit
 from jaxkv._core.blocks.restore import describe_layer, empty_rows, put_rows
 from jaxkv._core.blocks.row_snapshots import put_row_snapshots, read_row_snapshots
-from jaxkv._core.blocks.state_slots import place_states, put_row_states, read_row_states
+from jaxkv._core.blocks.state_slots import place_states, put_row_states, take_states
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.config.mesh_shape import find_mesh
@@ -96,7 +96,7 @@ def send(cache: Cache, rows: Any, *, to: Cache | str, at: Any = None) -> Cache |
         return to
     with _under(cache):
         parts = {layer: _laid_as(to, layer, cache, _read(cache, layer, plan)) for layer, plan in plans.items()}
-        states = split_states(cache.config, read_row_states(cache, source))
+        states = take_states(cache, source)
         snapshots = read_row_snapshots(cache, source)
     sent = fill_blocks(held, groups, plans, to.config)
     with _under(to):
@@ -134,7 +134,7 @@ def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
     sizes = tuple(pad_size(int(n[0])) for n in count)
     with _under(cache):
         found = _row_blocks(cache, np.int32(row), np.concatenate(first), np.concatenate(count), sizes=sizes)
-        states = split_states(config, read_row_states(cache, np.array([row], np.int32)))
+        states = take_states(cache, np.array([row], np.int32))
     parts = tuple(None if part is None else _brought(part, to, layer) for layer, part in enumerate(found))
     return HostBlocks(
         lengths=length, first=tuple(first), count=tuple(count), order=in_order(count), held=none,

@@ -11,7 +11,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.multihost import place_like
 from jaxkv._core.state.state import BlockTables
-from jaxkv._core.state.state_slots import NULL_SLOT, Guesses, StateSlots, join_states
+from jaxkv._core.state.state_slots import NULL_SLOT, Guesses, StateSlots, join_states, split_states
 
 
 def begin_step(cache: Cache, new: jax.Array, guesses: jax.Array | None = None) -> StateSlots | None:
@@ -215,6 +215,11 @@ def put_row_states(cache: Cache, rows: Any, states: Any) -> Cache:
     return cache.replace(state_slots=slots, states=jax.tree.map(put, cache.states, states))
 
 
+def take_states(cache: Cache, rows: Any) -> tuple[dict[str, jax.Array] | None, ...]:
+    """Returns the present states of rows `i32[n]`, each layer's by itself, for another cache, host memory or a file."""
+    return split_states(cache.config, read_row_states(cache, rows))
+
+
 def place_states(states: Any, cache: Cache) -> Any:
-    """Returns states of each layer joined as a cache's own, for `put_row_states`, and on their devices."""
+    """Returns what `take_states` took, joined as a cache's own, for `put_row_states`, and on their devices."""
     return jax.tree.map(place_like, join_states(cache.config, states), cache.states)
