@@ -7,7 +7,7 @@ from typing import Any
 
 import jaxkv
 from jaxkv._cli.compiling import announce, keep_compiled
-from jaxkv._cli.text import TextModel, TextStream, open_model, prefix_options
+from jaxkv._cli.text import TextModel, TextStream, TokenIds, open_model, prefix_options
 from jaxkv._core.cache.checks import stats
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.validation import MOST_INDEX, integer
@@ -46,7 +46,7 @@ def generate(arguments: argparse.Namespace) -> int:
         )
     if arguments.token_ids and not (arguments.prompt or arguments.prompts):
         raise ValueError("--token-ids says how prompts are written: give some with --prompt or --prompts.")
-    opened = open_model(arguments)
+    opened = open_model(arguments, TokenIds() if arguments.token_ids else None)
     tokens = _encode(arguments, opened, prompts)
     with jaxkv.Engine(
         opened.model, max_seqs=arguments.max_seqs, max_seq_len=arguments.max_seq_len, memory_bytes=arguments.memory,

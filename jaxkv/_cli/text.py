@@ -75,8 +75,12 @@ class TextModel:
         return self.text
 
 
-def open_model(arguments: argparse.Namespace) -> TextModel:
-    """Loads the model that the options name, and says on stderr what its generation_config.json chooses."""
+def open_model(arguments: argparse.Namespace, text: TextCodec | None = None) -> TextModel:
+    """Loads the model that the options name, and says on stderr what its generation_config.json chooses.
+
+    Args:
+      text: what stands for the model's own tokenizer, which is then not looked for.
+    """
     import jaxkv.models
     from jaxkv.models.checkpoints import open_checkpoint
 
@@ -84,18 +88,15 @@ def open_model(arguments: argparse.Namespace) -> TextModel:
     options |= {} if arguments.devices == 1 else {"mesh": _mesh(arguments.devices)}
     if arguments.model is None:
         model = jaxkv.models.small(**options)
-        codec: TextCodec = TokenIds() if getattr(arguments, "token_ids", False) else ByteTokenizer()
-        return TextModel(model, codec, read_sampling(arguments, {}, ""), model.config.eos_ids)
+        return TextModel(model, text or ByteTokenizer(), read_sampling(arguments, {}, ""), model.config.eos_ids)
     path = find_model(arguments.model)
     model = jaxkv.models.load(path, **options)
     where = f"{path / 'generation_config.json'}"
     sampling = read_sampling(arguments, open_checkpoint(path).read_generation() if path.is_dir() else {}, where)
-    if getattr(arguments, "token_ids", False):
-        return TextModel(model, TokenIds(), sampling, model.config.eos_ids)
-    if model.config.byte_tokens:
-        return TextModel(model, ByteTokenizer(), sampling, model.config.eos_ids)
-    text = Tokenizer(path)
-    return TextModel(model, text, sampling, tuple(dict.fromkeys((*model.config.eos_ids, *text.eos_ids))))
+    if text is None and not model.config.byte_tokens:
+        own = Tokenizer(path)
+        return TextModel(model, own, sampling, tuple(dict.fromkeys((*model.config.eos_ids, *own.eos_ids))))
+    return TextModel(model, text or ByteTokenizer(), sampling, model.config.eos_ids)
 
 
 def read_sampling(arguments: argparse.Namespace, said: Mapping[str, Any], where: str) -> dict[str, Any]:

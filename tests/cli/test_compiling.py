@@ -60,7 +60,7 @@ def test_a_command_keeps_them(monkeypatch):
     """Whatever it raises: what it was told is as before."""
     seen = []
 
-    def open_model(arguments):
+    def open_model(arguments, text=None):
         seen.append(jax.config.jax_compilation_cache_dir)
         raise ValueError("enough.")
 
