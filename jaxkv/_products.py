@@ -47,7 +47,7 @@ def product(x: jax.Array, weight: jax.Array, *, outputs_first: bool = True, dtyp
         return y[:, :count].T.reshape(*front, -1)
 
     if _is_summed(count, x, weight, size, outputs_first):
-        return _by_sums(plain, x, weight, outputs_first)
+        return _sum_products(plain, x, weight, outputs_first)
     if count == 1 and x.dtype == jnp.bfloat16:
         form = with_another
     elif 1 < count <= FEW and x.dtype == jnp.float32 and outputs_first:
@@ -84,7 +84,7 @@ def dot_general(
     size = math.prod(lhs.shape[len(front) :])
     if is_plain or not is_kernel or not _is_summed(math.prod(front), lhs, rhs, size, outputs_first=False):
         return plain(lhs, rhs)
-    return _by_sums(plain, lhs, rhs, outputs_first=False, num_inner=len(inner))
+    return _sum_products(plain, lhs, rhs, outputs_first=False, num_inner=len(inner))
 
 
 def _is_summed(count: int, x: jax.Array, weight: jax.Array, size: int, outputs_first: bool) -> bool:
@@ -96,7 +96,9 @@ def _is_summed(count: int, x: jax.Array, weight: jax.Array, size: int, outputs_f
     return same and is_local and 0 < count <= SUMMED.get((x.dtype.itemsize, outputs_first), 0) and can_sum(size)
 
 
-def _by_sums(plain: Product, x: jax.Array, weight: jax.Array, outputs_first: bool, num_inner: int = 1) -> jax.Array:
+def _sum_products(
+    plain: Product, x: jax.Array, weight: jax.Array, outputs_first: bool, num_inner: int = 1
+) -> jax.Array:
     """Computes `plain(x, weight)`, a product over the last `num_inner` axes of x; on a CPU as sums.
 
     Its derivatives are those of `plain`, and so is it under `vmap`, whose rows XLA puts together to one product.

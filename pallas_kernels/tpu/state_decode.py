@@ -240,7 +240,7 @@ def update_delta(inputs, numbers, before, after, keys_mask, gates_mask=None):
     (heads, width), (shared, depth) = v.shape, k.shape
     share, tiles = heads // shared, [slice(i, i + TILE) for i in range(0, depth, TILE)]
     queries, keys, *decays = [to_columns(x) for x in (q, k, *map(jnp.exp, channel_gates))]
-    rates = [to_rows(x, width) for x in _by_number(numbers)]
+    rates = [to_rows(x, width) for x in split_numbers(numbers)]
     gates = None if channel_gates else jnp.exp(rates[0])
     beta, alike = rates[-1], jnp.broadcast_to(jnp.sum(q * k, axis=1, keepdims=True), (shared, width))
     outputs = []
@@ -273,7 +273,7 @@ def update_space(inputs, numbers, before, after):
     x, b, c = inputs
     (heads, width), (shared, depth) = x.shape, b.shape
     share, tiles = heads // shared, [slice(i, i + TILE) for i in range(0, width, TILE)]
-    gates, times = (to_rows(x, lanes) for x, lanes in zip(_by_number(numbers), (depth, width), strict=True))
+    gates, times = (to_rows(x, lanes) for x, lanes in zip(split_numbers(numbers), (depth, width), strict=True))
     gates, columns = jnp.exp(gates), pad_rows(x * times).T
     outputs = []
     for own in range(shared):
@@ -294,7 +294,8 @@ def update_space(inputs, numbers, before, after):
     return jnp.concatenate(outputs, axis=0)
 
 
-def _by_number(numbers):
+def split_numbers(numbers):
+    """Returns `[1, H]` of each of the numbers `[n, H]`."""
     return [numbers[i : i + 1] for i in range(numbers.shape[0])]
 
 
