@@ -5,6 +5,10 @@ import functools
 import gc
 import io
 import logging
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 
 import jax
@@ -381,3 +385,25 @@ def test_close_from_within_a_step_and_from_a_loop():
     for _ in engine.run():
         engine.close()
     assert request.ended == "cancelled" and 1 <= len(request.tokens) < 9
+
+
+LEFT_OPEN = """
+import jaxkv
+from checksum_model import Checksum
+engines = [jaxkv.Engine(Checksum((None,)), max_seqs=2, max_seq_len=32, block_size=4, step_tokens=8) for _ in range(2)]
+stream = engines[0].stream([[1, 2, 3]], 9)
+served = engines[1].serve()
+served.__enter__()
+request = engines[1].submit([1, 2, 3], 9)
+print(next(stream)[1], next(iter(request)))
+"""
+
+
+def test_what_is_left_open_ends_with_python_without_a_word():
+    support = pathlib.Path(__file__).parents[1] / "support"
+    paths = os.pathsep.join(map(str, [pathlib.Path(jaxkv.__file__).parents[1], support, support.parent]))
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
+    )
+    (first,) = continuation((None,), [1, 2, 3], 1, None)
+    assert (done.stdout.split(), done.stderr) == ([str(first)] * 2, "")

@@ -1,6 +1,7 @@
 """The lifetime of an engine's device memory: until it is closed, or nothing refers to it any more."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
@@ -103,7 +104,9 @@ class Closable:
         self._wake()
         self._wake_all()
 
-    def _withdraw(self, requests: Iterable[Request]) -> None:
+    def _withdraw(self, requests: Iterable[Request], is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():  # a stream that was left open: Python ends, and has taken our modules' names away
+            return
         self._loop.cancel(requests)
         self._wake()
         if self._loop.is_at_work or self.is_served:  # that call, or the thread that serves, will release it

@@ -102,10 +102,9 @@ class Servable:
         try:
             yield
         finally:
-            end()
-            atexit.unregister(end)
-            self._server = None
-            self._wake_all()
+            if end():  # else Python ends, and has ended the thread before
+                self._server = None
+                self._wake_all()
 
     def lend_step(self) -> bool:
         """Takes a step for a thread that waits, unless another thread has the engine. Tells whether it did."""
@@ -214,18 +213,22 @@ class Servable:
 
 
 class _Ending:
-    """Ends a thread that serves, once."""
+    """Ends a thread that serves, once; tells whether it did."""
 
     thread: threading.Thread
 
     def __init__(self, stop: threading.Event, wakes: "queue.SimpleQueue[None]"):
         self.stop, self.wakes = stop, wakes
 
-    def __call__(self) -> None:
+    def __call__(self) -> bool:
+        if self.stop.is_set():
+            return False
+        atexit.unregister(self)
         self.stop.set()
         self.wakes.put(None)
         if self.thread is not threading.current_thread():
             self.thread.join()
+        return True
 
 
 def _serve(reference: "weakref.ref[Any]", wakes: "queue.SimpleQueue[None]", stop: threading.Event) -> None:
