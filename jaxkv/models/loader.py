@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxkv._core.state.arguments import to_device
 from jaxkv._files import safetensors
+from jaxkv._files.aligned_copy import copy_aligned
 from jaxkv._files.hub import find_model
 from jaxkv._files.paths import read_path
 from jaxkv.models import config_reader
@@ -89,6 +90,7 @@ def load(
     own = wanted or tensors[embed].dtype
 
     mesh = None if mesh is None else automatic(mesh)
+    on_cpu = (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "cpu"
 
     def array(path: tuple, slots: list[Slot], shape: tuple[int, ...]) -> jax.Array:
         # The leading axes stack the slots; of the other axes a device's shard can be read alone.
@@ -97,9 +99,12 @@ def load(
         def read(index: Any) -> Any:
             views = (_view(tensors, slot, own).reshape(shape[front:])[index[front:]] for slot in slots)
             parts = [view.astype(own, copy=False) for view in views]
-            if len(parts) == 1:  # no copy of what is alone
-                return parts[0].reshape(*shape[:front], *parts[0].shape)
-            return np.stack(parts).reshape(*shape[:front], *parts[0].shape)
+            x = parts[0] if len(parts) == 1 else np.stack(parts)  # no copy of what is alone
+            if (
+                on_cpu and not x.flags.writeable
+            ):  # JAX may use it in place, and a mapped file changes when it is written
+                x = copy_aligned(x)
+            return x.reshape(*shape[:front], *parts[0].shape)
 
         if mesh is None:
             return to_device(read((slice(None),) * len(shape)))

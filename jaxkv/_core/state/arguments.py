@@ -129,8 +129,11 @@ def row_mask(name: str, x: Any, rows: int) -> jax.Array:
 
 
 def to_device(x: Any) -> jax.Array:
-    """Copies a NumPy array to the device; unlike `jnp.array` without compiling for its shape."""
-    return jax.device_put(x, may_alias=False)
+    """Places a NumPy array on the device, unlike `jnp.array` without compiling for its shape.
+
+    A CPU may use it in place: nobody may write to it any more.
+    """
+    return jax.device_put(x)
 
 
 def scatter_rows(per_row: jax.Array, rows: jax.Array, values: Any) -> jax.Array:
