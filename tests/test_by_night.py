@@ -8,8 +8,8 @@ LOG = """
 0.90s call     tests/a.py::test_cases[1]
 0.20s call     tests/a.py::test_cases[2]
 0.01s teardown tests/a.py::test_cases[2]
-40.00s call     tests/a.py::test_alone
-9.00s call     tests/b.py::test_cases[1]
+4.00s call     tests/a.py::test_alone
+5.00s call     tests/b.py::test_cases[1]
 (12 durations < 0.005s hidden.  Use -vv to show these durations.)
 """
 
@@ -19,4 +19,13 @@ def test_of_each_test_the_cheapest_cases_run_by_day():
     assert seconds["tests/a.py::test_cases[1]"] == 1.4 and len(seconds) == 5
     assert choose(seconds, most=2) == ["tests/a.py::test_cases[0-x y]"]
     assert choose(seconds, most=1) == ["tests/a.py::test_cases[0-x y]", "tests/a.py::test_cases[1]"]
-    assert choose(seconds, most=9) == [], "a test's only case stays"
+    assert choose(seconds, most=9) == []
+
+
+def test_a_test_that_takes_long_runs_by_night():
+    seconds = {
+        "tests/a.py::test_alone": 9.0,
+        "tests/core/test_state_machine.py::test_b[1]": 9.0,
+        "tests/a.py::test_c": 7.0,
+    }
+    assert choose(seconds) == ["tests/a.py::test_alone"]

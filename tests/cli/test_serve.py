@@ -328,6 +328,7 @@ def test_clients_come_and_go(served, client, expected):
 def test_the_command(folder):  # noqa: F811
     port = free_port()
     command = [sys.executable, "-m", "jaxkv", "serve", "--model", str(folder), "--port", str(port), "--grace", "5"]
+    command += [] if NIGHTLY else ["--no-warmup", "--max-seqs", "2", "--max-seq-len", "64"]  # little is compiled
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

@@ -4,8 +4,8 @@
     PYTEST_ADDOPTS=--durations=0 make test | tee log
     python tests/support/choose_by_night.py log > tests/by_night.txt
 
-Of each test the cheapest cases run by day, until they have taken SECONDS; at least one of them, whatever it takes. So
-no test is left out as a whole; what the other cases try is tried by night.
+Of each test the cheapest cases run by day, until they have taken SECONDS; at least one of them, if it takes no more
+than LONGEST. What the other cases try is tried by night.
 """
 
 import collections
@@ -14,8 +14,28 @@ import sys
 from collections.abc import Iterable
 
 SECONDS = 4.0  # of a test's cases by day
+LONGEST = 8.0  # seconds of a test's only case by day
 CHEAP = 0.3  # a case that takes less stays: there is nothing to gain
 READ = ("tests/test_api.py", "tests/test_docs.py", "tests/test_readme.py")  # examples that users read all run by day
+ALWAYS = (  # long, and nothing shorter tries what they try
+    "tests/cli/test_chat.py::test_a_chat_is_computed_once_turn_by_turn",
+    "tests/cli/test_serve.py::test_the_command",
+    "tests/compile/test_gpu_compile.py::test_states_are_updated_where_they_lie",
+    "tests/core/test_by_hand.py::",
+    "tests/core/test_evict_machine.py::",
+    "tests/core/test_state_machine.py::",
+    "tests/core/test_states.py::test_random_operations_keep_each_row_s_states",
+    "tests/engine/test_interrupts.py::",
+    "tests/engine/test_random_runs.py::",
+    "tests/engine/test_serving.py::test_others_may_use_the_engine_meanwhile",
+    "tests/engine/test_speculation.py::",
+    "tests/kernels/tpu/test_interpret.py::test_write_and_attend_of_a_mixed_step",
+    "tests/kernels/tpu/test_interpret.py::test_what_is_wrong_with_a_row_stays_in_it",
+    "tests/models/test_smollm.py::test_chats_are_those_of_transformers",
+    "tests/processes/",
+    "tests/test_adoption.py::",
+    "tests/tiers/test_swap_shared.py::test_siblings_travel_together",
+)
 LINE = re.compile(r"^(\d+\.\d+)s (?:call|setup|teardown) +(tests/\S+\.py::.+?)\s*$")
 
 
@@ -39,7 +59,8 @@ def choose(seconds: dict[str, float], most: float = SECONDS) -> list[str]:
         spent = 0.0
         for i, case in enumerate(cases):
             spent += seconds[case]
-            if i and spent > most and seconds[case] > CHEAP and not case.startswith(READ):
+            is_long = spent > most and seconds[case] > CHEAP if i else spent > LONGEST and not case.startswith(ALWAYS)
+            if is_long and not case.startswith(READ):
                 chosen.append(case)
     return sorted(chosen)
 
