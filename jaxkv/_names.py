@@ -45,7 +45,8 @@ from jaxkv._engine.frontend.serving import EngineFull as EngineFull
 from jaxkv._engine.programs.beam_search import Beams as Beams, beam_search as beam_search
 from jaxkv._engine.programs.model import Model as Model
 from jaxkv._engine.requests.eviction_policy import Eviction as Eviction
-from jaxkv._files.rows import describe as describe, load as load, save as save
+from jaxkv._files.load_rows import describe as describe, load as load
+from jaxkv._files.save_rows import save as save
 from jaxkv._tiers.host_blocks import HostBlocks as HostBlocks
 from jaxkv._tiers.host_tier import swap_in as swap_in, swap_out as swap_out
 from jaxkv._tiers.prefix_cache.events import PrefixEvent as PrefixEvent

@@ -16,7 +16,8 @@ from jax.sharding import SingleDeviceSharding
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.config.validation import real, show
 from jaxkv._files.format import described, parse_saved
-from jaxkv._files.rows import put_saved, read_rows
+from jaxkv._files.load_rows import put_saved
+from jaxkv._files.save_rows import read_rows
 
 _servers: list[Any] = []  # the server of this process, once there is one
 _fetches: dict[str, Any] = {}  # what is to be received from each address next

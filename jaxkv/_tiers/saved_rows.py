@@ -13,8 +13,8 @@ from jaxkv._core.blocks.restore import pool_layers
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.state import Pool
 from jaxkv._files.format import SavedCache
+from jaxkv._files.load_rows import check_layers, held_rows, lay_blocks, read_source, saved_states
 from jaxkv._files.multihost_file import open_saved
-from jaxkv._files.rows import check_layers, held_rows, lay_blocks, read_source, saved_states
 from jaxkv._tiers.host_blocks import HostBlocks
 from jaxkv._tiers.host_tier import make_host
 

@@ -23,7 +23,7 @@ from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._engine.runner.engine_core import EngineCore, make_sequence
-from jaxkv._files.rows import save
+from jaxkv._files.save_rows import save
 
 
 class DataParallelCores:

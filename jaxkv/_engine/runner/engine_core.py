@@ -19,7 +19,7 @@ from jaxkv._engine.runner.device_cache import RELEASED
 from jaxkv._engine.runner.disaggregated_prefill import Prefill
 from jaxkv._engine.runner.fingerprint import fingerprint
 from jaxkv._engine.runner.model_runner import ModelRunner
-from jaxkv._files.rows import save
+from jaxkv._files.save_rows import save
 
 
 class EngineCore:

@@ -1,10 +1,9 @@
-"""Saves rows of a cache to a file and loads them: `save`, `load` and `describe`. For the file see `format`."""
+"""Loads rows from a file of `save`, and describes them: `load` and `describe`."""
 
 import dataclasses
-import functools
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -20,108 +19,21 @@ from jaxkv._core.blocks.reblock import (
     fit,
     gather_slots,
 )
-from jaxkv._core.blocks.restore import describe_layer, empty_rows, pool_layers, put_rows
+from jaxkv._core.blocks.restore import describe_layer, empty_rows, put_rows
 from jaxkv._core.blocks.row_snapshots import RowSnapshots, compact_snapshots, put_row_snapshots
 from jaxkv._core.blocks.state_slots import place_states, put_row_states
-from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.state.arguments import require_host, row_indices
 from jaxkv._core.state.columns import are_too_long
 from jaxkv._core.state.errors import CacheFileError
-from jaxkv._core.state.multihost import is_local
 from jaxkv._core.state.state import Pool
-from jaxkv._files.format import SNAPSHOTS, SavedCache, stored_parts, stored_states, write_saved
-from jaxkv._files.multihost_file import SavedShards, open_saved, write_parts
+from jaxkv._files.format import SNAPSHOTS, SavedCache, stored_parts, stored_states
+from jaxkv._files.multihost_file import open_saved
 from jaxkv._files.paths import read_file_path
-from jaxkv._files.snapshot import Written
-
-
-def save(
-    path: str | os.PathLike, cache: Cache | RowShards, rows: Sequence[int] | None = None, *, model: str | None = None,
-    metadata: Mapping[str, Any] | None = None,
-) -> None:  # fmt: skip
-    """Writes rows of a cache to a file, replaced atomically: a crash leaves the old file.
-
-    Blocks that several rows share are stored once. A step's bookkeeping, reserved blocks, failures and tokens outside
-    of a sliding window are not stored. With a cache on the devices of several processes, each process writes a file of
-    its own beside this one, which lists them. All processes call this, with one path that all can reach.
-
-    Args:
-      path: the file, by custom `*.safetensors`.
-      rows: the rows to save; default: all, including empty rows.
-      model: the name of the model that computed the keys and values, or a fingerprint; `load` compares it.
-      metadata: anything else to store that JSON can hold.
-
-    Raises:
-      ValueError, IndexError: rows that do not exist or are named twice, a model or metadata that cannot be stored.
-
-    >>> import jax.numpy as jnp, jaxkv, tempfile
-    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
-    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
-    >>> kv = jnp.ones((1, 2, 20, 2, 8))
-    >>> cache = jaxkv.append(cache, kv, kv, [20, 3])
-    >>> path = f"{tempfile.mkdtemp()}/chat.safetensors"
-    >>> jaxkv.save(path, cache, model="llama")
-    >>> jaxkv.load(path, model="llama")
-    Cache(3 of 4 blocks used, 23 tokens in 2 of 2 rows, 1 layer, 5.0 KiB)
-    """
-    file = read_file_path("path", path)
-    if not (model is None or isinstance(model, str)):
-        raise ValueError(f"model must be a name or a fingerprint, a string, not {model!r}.")
-    if not isinstance(cache, RowShards):
-        check_cache(cache)
-    config = cache.config
-    written = Written(cache, _chosen(rows, config.max_seqs))
-
-    def write(path: pathlib.Path, config: CacheConfig, here: Callable[..., Any] = _all_of) -> None:
-        shapes = _find_shapes(written, config)
-        write_saved(path, dataclasses.replace(saved, config=config), shapes, written.tensors(here))
-
-    saved = _describe_written(written, config, model, {} if metadata is None else metadata)
-    if config.recurrent_layers and not is_local(cache.pools):
-        raise ValueError(
-            "A cache with recurrent layers can be saved where all of it is on one process: send its rows to one, and "
-            "save that."
-        )
-    if is_local(cache.pools):
-        write(file, config)
-    else:
-        assert isinstance(cache, Cache)
-        shards = SavedShards(cache)
-        write_parts(file, saved, shards, functools.partial(write, here=shards.here))
-
-
-def _describe_written(
-    written: Written, config: CacheConfig, model: str | None, metadata: Mapping[str, Any]
-) -> SavedCache:  # fmt: skip
-    return SavedCache(config=config, lengths=tuple(written.lengths.tolist()), model=model, metadata=metadata,
-                      block_size=written.block_size, groups=config.groups)  # fmt: skip
-
-
-def _find_shapes(written: Written, config: CacheConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each tensor by name, in their order."""
-    shapes = {"lengths": written.lengths.shape} | {f"tables.{g}": x.shape for g, x in enumerate(written.tables)}
-    shapes |= {f"held.{g}": x.shape for g, x in written.held.items()}
-    for i in pool_layers(config):
-        for name, (heads, minor) in stored_parts(config, i).items():
-            shapes[name] = (written.num_blocks(config.group(i)), *heads, written.block_size, *minor)
-    for (i, name), array in stored_states(config).items():
-        shapes[f"state.{i}.{name}"] = (len(written.lengths), *array.shape)
-    if written.snapshots is not None:
-        shapes[SNAPSHOTS] = written.snapshots.table.shape
-        for (i, name), array in stored_states(config).items():
-            shapes[f"snapshot.{i}.{name}"] = (written.num_snapshots, *array.shape)
-    return shapes
-
-
-def read_rows(cache: Cache, rows: np.ndarray) -> tuple[SavedCache, dict[str, np.ndarray]]:
-    """Returns what `save` writes of rows `i32[n]`: their description, and the tensors by name."""
-    written = Written(cache, rows)
-    names = _find_shapes(written, cache.config)
-    return _describe_written(written, cache.config, None, {}), dict(zip(names, written.tensors(_all_of), strict=True))
+from jaxkv._files.save_rows import choose_rows
 
 
 def read_source(path: Any) -> pathlib.Path:
@@ -129,10 +41,6 @@ def read_source(path: Any) -> pathlib.Path:
         return read_file_path("path", path)
     except ValueError as error:
         raise CacheFileError(str(error)) from None
-
-
-def _all_of(x: Any, read: Callable[[Any], Any]) -> Any:
-    return read(x)
 
 
 def describe(path: str | os.PathLike) -> SavedCache:
@@ -158,11 +66,15 @@ def load(
     path: str | os.PathLike[str], config: CacheConfig | None = None, *, into: Cache | None = None,
     rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,
 ) -> Cache: ...  # fmt: skip
+
+
 @overload
 def load(
     path: str | os.PathLike[str], config: CacheConfig | None = None, *, into: RowShards,
     rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,
 ) -> RowShards: ...  # fmt: skip
+
+
 def load(
     path: str | os.PathLike, config: CacheConfig | None = None, *, into: Cache | RowShards | None = None,
     rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,
@@ -334,15 +246,6 @@ def _fit(
     return plans
 
 
-def _chosen(rows: Sequence[int] | None, max_seqs: int) -> np.ndarray:
-    if rows is None:
-        return np.arange(max_seqs)
-    chosen = np.asarray(row_indices("rows", require_host("rows", rows), max_seqs))
-    if len(set(chosen.tolist())) < len(chosen) or ((chosen < 0) | (chosen >= max_seqs)).any():
-        raise ValueError(f"rows must be different rows from 0 to {max_seqs - 1}, not {chosen.tolist()}.")
-    return chosen
-
-
 def _places(
     path: pathlib.Path, lengths: np.ndarray, rows: Sequence[int | None] | None, config: CacheConfig, empty: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -362,7 +265,7 @@ def _places(
             f"{path} has {len(lengths)} rows, but rows names {len(rows)}: give each its row, or None to leave it out."
         )
     source = np.array([i for i, row in enumerate(rows) if row is not None], int)
-    target = _chosen([row for row in rows if row is not None], config.max_seqs)
+    target = choose_rows([row for row in rows if row is not None], config.max_seqs)
     if not empty[target].all():
         row = target[~empty[target]][0]
         raise ValueError(f"Row {row} of the cache is not empty: free it first, or load into another.")
