@@ -28,7 +28,7 @@ from jaxkv._engine.requests.eviction_policy import Eviction, read_eviction
 from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.requests.request import KeepPrefix, Request
 from jaxkv._engine.requests.sampling import KINDS, Kind, SamplingParams, read_kinds, read_seed
-from jaxkv._engine.requests.stops import Tokenizer
+from jaxkv._engine.requests.stops import TokenizerLike
 from jaxkv._engine.requests.submission import (
     count_most_tokens,
     read_model_eos,
@@ -257,7 +257,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         salt: str | bytes | None = None, n: int = 1, logprobs: int | None = None, seed: int | None = None,
         priority: int = 0, hook_args: Any = None, keep_prefix: KeepPrefix = True, adapter: int = 0,
         stop: str | Collection[Collection[int] | str] | None = None, include_stop: bool = False,
-        tokenizer: Tokenizer | None = None, on_token: Callable[[Request, int | None], Any] | None = None,
+        tokenizer: TokenizerLike | None = None, on_token: Callable[[Request, int | None], Any] | None = None,
         prompt_logprobs: bool = False,
     ) -> Request:  # fmt: skip
         """Adds a request to continue a prompt, for `step` and `run`. May be called from any thread, and meanwhile.

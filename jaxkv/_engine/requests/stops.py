@@ -8,7 +8,7 @@ from jaxkv._core.config.validation import integer, show
 from jaxkv._core.state.interrupts import Soundness
 
 
-class TextStream(Protocol):
+class TextStreamLike(Protocol):
     """The text of tokens that come one by one: `jaxkv.text.Tokenizer.stream`."""
 
     text: str
@@ -16,10 +16,10 @@ class TextStream(Protocol):
     def add(self, token: int) -> str: ...
 
 
-class Tokenizer(Protocol):
+class TokenizerLike(Protocol):
     """What turns tokens into text: a `jaxkv.text.Tokenizer`, say."""
 
-    def stream(self, prompt: Sequence[int]) -> TextStream: ...
+    def stream(self, prompt: Sequence[int]) -> TextStreamLike: ...
 
 
 class IdStops:
@@ -48,7 +48,7 @@ class IdStops:
 class TextStops:
     """Stop strings, and the text of a request."""
 
-    def __init__(self, stops: Collection[str], tokenizer: Tokenizer, prompt: Sequence[int]):
+    def __init__(self, stops: Collection[str], tokenizer: TokenizerLike, prompt: Sequence[int]):
         self.stops, self._tokenizer, self._prompt = tuple(stops), tokenizer, prompt
         self._soundness = Soundness(is_kept=False)
         self._ends: list[int] = []  # after each token, the length of the text
@@ -170,7 +170,7 @@ class StopSearch:
                 self.text = stops.read_text(output[:end], is_whole=is_whole, stop=stop)
 
 
-def read_stops(stop: Any, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> list[Stops]:
+def read_stops(stop: Any, tokenizer: TokenizerLike | None, prompt: Sequence[int]) -> list[Stops]:
     """Returns the matchers of `submit(stop=, tokenizer=)`. Raises ValueError."""
     if tokenizer is not None and not callable(getattr(tokenizer, "stream", None)):
         raise ValueError(f"tokenizer must be a jaxkv.text.Tokenizer, or have its stream(), not {show(tokenizer)}.")
