@@ -31,6 +31,7 @@ from pallas_kernels.gpu.tiles import (
     SINGLE_ROWS,
     InterpretParams,
     Operands,
+    Ring,
     Tile,
     Walk,
     accumulate,
@@ -200,7 +201,7 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
             fetch(
                 kv_ref, tables_ref, Walk(row, operands.kv_head(head), start, num_tiles, first_seen, length),
                 tile, reach,
-                ((k_s, v_s), (k_ready, v_ready), (k_free, v_free)), in_warps=not varies(kv),
+                (Ring(k_s, k_ready, k_free), Ring(v_s, v_ready, v_free, values=1)), in_warps=not varies(kv),
                 scales=(scale_ref, wide[2]) if quantized else None,
             )  # fmt: skip
 

@@ -26,6 +26,7 @@ from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
     Operands,
+    Ring,
     Tile,
     Walk,
     accumulate,
@@ -274,7 +275,7 @@ def split(
             row, start, num_tiles, length, *_, first_seen = work()
             fetch(
                 kv_ref, tables_ref, Walk(row, 0, start, num_tiles, first_seen, length), tile, reach,
-                ((rows_s,), (ready,), (free,)), in_warps=operands.is_uniform,
+                (Ring(rows_s, ready, free),), in_warps=operands.is_uniform,
             )  # fmt: skip
 
     def run(*refs):

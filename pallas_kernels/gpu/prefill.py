@@ -10,8 +10,13 @@ single rows, which is the queries' own: all are read before they are laid out, a
 
 Only tiles that some token of the item sees are fetched. As in `decode`, what is not seen is selected away, never
 multiplied by zero.
+
+The output of 64 queries and a head of more than 256 is more than a warpgroup's registers hold. There an item has 64
+query rows, and each consumer half of the columns: both multiply all queries with the keys, and their weights with the
+values of their own columns, which come in a ring of their own.
 """
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -30,6 +35,7 @@ from pallas_kernels.gpu.tiles import (
     OPERAND,
     SINGLE_ROWS,
     Operands,
+    Ring,
     Walk,
     accumulate,
     add_sink,
@@ -49,7 +55,25 @@ from pallas_kernels.gpu.tuning import PrefillPlan
 
 CONSUMERS = 2
 HALF = 64  # query rows of one consumer: the matrix unit's width
-QUERY_ROWS = CONSUMERS * HALF
+MOST_COLUMNS = 256  # of the output in a consumer's registers
+
+
+class Division(NamedTuple):
+    """What each consumer has of an item: 64 query rows of its own, or columns of its own of the same 64."""
+
+    halves: int  # of query rows in an item
+    columns: int  # of queries, values and the output, in a consumer's registers
+
+    @property
+    def by_columns(self) -> bool:
+        return self.halves == 1
+
+
+def divide(head_dim: int) -> Division:
+    """Returns how the consumers divide an item of heads of so many columns, whole tiles."""
+    if head_dim <= MOST_COLUMNS:
+        return Division(CONSUMERS, head_dim)
+    return Division(1, -(-head_dim // (64 * CONSUMERS)) * 64)
 
 
 class Part(NamedTuple):
@@ -70,24 +94,25 @@ def tokens_of(group: int) -> int:
 
 
 def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
-    """Causal attention of each work item: consecutive tokens of one row of the table, `2 * tokens_of(group)` at most.
+    """Causal attention of each work item: consecutive tokens of one row of the table, at most `tokens_of(group)` for
+    each of the `halves` of `divide`: n.
 
     Args:
       operands: sinks as `f32[K, 64]`, for each of a consumer's query rows if C is 1.
       items: `i32[W, C, 7]`, of C chunks of the context each; see `work_items.prefill_items`. With `sight`
         `i32[W, C, 9]`: in the place of the tokens' positions the first that any of them sees and the one to stop
         before, and at the end the same of what all of them see.
-      holes: `i32[W, 2, 2]`, see `work.bits`: which of the step's tokens belong to no row, `tokens_of(group)` to a
-        consumer, in the step's order. If C is 1: their output is 0.
+      holes: `i32[W, n, 2]`, see `work.bits`: which of the step's tokens belong to no row, `tokens_of(group)` to a
+        half, in the step's order. If C is 1: their output is 0.
       plan: which ways of `tuning.PrefillPlan` to go. `in_turns` and `ahead` not for a quantized pool, whose tiles both
-        consumers widen together.
-      sight: `i32[W, 3 + words, 128]`, what each query row sees, where more does; see `MaskTiles`. Then `reach` says
+        consumers widen together, nor where consumers have columns of their own.
+      sight: `i32[W, 3 + words, n * 64]`, what each query row sees, where more does; see `MaskTiles`. Then `reach` says
         only which first tokens are seen.
 
     Returns:
       If C is 1, `[N, H, D]` in q's dtype, where tokens of rows without an item hold anything; else of each chunk
-      `[W * C, K, 2, 64, E]`, not written without tiles. And the natural logarithm of the softmax's denominator,
-      `f32[W * C, K, 128]`.
+      `[W * C, K, n, 64, E]`, not written without tiles. And the natural logarithm of the softmax's denominator,
+      `f32[W * C, K, n * 64]`.
     """
     q, stored, tables, scalars, reach, soft_cap, interpret, sinks, _ = operands
     kv, kv_scale, format, quantized = stored.kv, stored.scale, stored.format, stored.format.is_quantized
@@ -97,8 +122,11 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
     (_, num_heads, stored_dim), (_, chunks, _), num_kv_heads = q.shape, items.shape, operands.head_parts
     items = items.reshape(-1, items.shape[2])
     head_dim, group, num_items = kernel_head_dim(stored_dim), num_heads // num_kv_heads, len(items)
-    own = tokens_of(group)
+    own, (halves, width), by_columns = tokens_of(group), (division := divide(head_dim)), division.by_columns
     tokens, stages = tile.tokens, tile.stages
+    assert not (by_columns and (in_turns or ahead))
+    # Those of queries and keys that are each consumer's; of the last there may be fewer than of the output.
+    spans = [pl.ds(first, min(width, head_dim - first)) for first in range(0, head_dim, width)]
     pieces = tile.pieces(kv.shape[3])
 
     def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, *others, scratch):
@@ -106,7 +134,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
         sight_ref, *others = (None, *others) if sight is None else others
         sinks_ref, holes_ref, out_ref, lse_ref = (None, *others) if sinks is None else others
         ((rows_s, q_s), k_s, v_s, p_s, lse_s, *wide), (q_ready, *barriers) = scratch
-        k_ready, v_ready, k_free, v_free, v_selected, turn, *widened = barriers
+        k_ready, v_ready, k_free, v_free, v_selected, turn, together, *widened = barriers
         item, head = lax.axis_index("item"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
 
@@ -126,6 +154,14 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
             plgpu.commit_smem()
             plgpu.barrier_arrive(widened[which])
             plgpu.barrier_wait(widened[which])
+
+        def half():
+            """Which of the item's query rows are the consumer's."""
+            return jnp.int32(0) if by_columns else anew(warpgroup)
+
+        def meet():
+            plgpu.barrier_arrive(together)
+            plgpu.barrier_wait(together)
 
         def end_turn():
             if in_turns:
@@ -148,8 +184,16 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
         def scales(slot, which):
             return plgpu.load(wide[2].at[anew(slot), which], layout=LAYOUT.reduce(0))
 
+        def nothing():
+            """0, such that addresses are derived where they are used; ahead of the loop they would be spilled."""
+            return anew(item) - item
+
         def slot_of(i):
-            return lax.rem(i, jnp.int32(stages))
+            return nothing() if stages == 1 else lax.rem(i, jnp.int32(stages))
+
+        def own_slot(slot):
+            """A slot of V: of the consumer's own ring, or of the only one."""
+            return slot + anew(warpgroup) * stages if by_columns else slot
 
         def first_of(part, i):
             """The position of a tile's first token."""
@@ -160,44 +204,66 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
             plgpu.barrier_wait(k_ready.at[slot])
             if not quantized:
                 return k_s.at[slot]
+            if by_columns:
+                return widen_own_keys(slot)
             # Once all of K is widened, both have multiplied by the V before, and once V is by this K: each may be
             # overwritten then.
             pl.when(anew(warpgroup) == 0)(lambda: settle_scales(wide[2].at[slot], format))
             widen_together(k_s.at[slot], wide[0], 0)
             return wide[0]
 
+        def widen_own_keys(slot):
+            """Each consumer does its columns, where it has its columns of V in turn."""
+            pl.when(anew(warpgroup) == 0)(lambda: settle_scales(wide[2].at[slot], format))
+            for nth, span in enumerate(spans):
+                target = wide[0].at[nth, :, pl.ds(0, span.size)]
+                share = functools.partial(widen, k_s.at[slot, :, span], target, format)
+                pl.when(anew(warpgroup) == nth)(share)
+            plgpu.commit_smem()
+            meet()
+            return wide[0]
+
         def ready_values(part, i):
             slot, first = slot_of(i), first_of(part, i)
-            plgpu.barrier_wait(v_ready.at[slot])
+            plgpu.barrier_wait(v_ready.at[own_slot(slot)])
             if quantized:
-                widen_together(v_s.at[slot], wide[1], 1)
+                if by_columns:
+                    meet()  # both have multiplied by the keys, which these overwrite
+                    values = wide[0].at[anew(warpgroup)]
+                    widen(v_s.at[own_slot(slot)], values, format)
+                    plgpu.commit_smem()
+                else:
+                    values = wide[1]
+                    widen_together(v_s.at[slot], values, 1)
                 plgpu.barrier_arrive(k_free.at[slot])  # and with it the scales
-                plgpu.barrier_arrive(v_free.at[slot])
-                return wide[1]
-            values = v_s.at[slot]
+                plgpu.barrier_arrive(v_free.at[own_slot(slot)])
+                return values
+            values = v_s.at[own_slot(slot)]
 
             @pl.when((first < part.first_seen) | (first + tokens > part.stop))
-            def _():  # both consumers read all of V: each cleans a share, and waits for the other's
+            def _():
                 sinks = reach.sink_tokens - first if reach.sink_tokens else None
-                select_seen_values(
-                    values, part.first_seen - first, part.stop - first, sinks, share=warpgroup, shares=CONSUMERS
-                )
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(v_selected.at[slot])
-                plgpu.barrier_wait(v_selected.at[slot])
+                seen = part.first_seen - first, part.stop - first, sinks
+                if by_columns:
+                    select_seen_values(values, *seen)
+                    plgpu.commit_smem()
+                else:  # both consumers read all of V: each cleans a share, and waits for the other's
+                    select_seen_values(values, *seen, share=warpgroup, shares=CONSUMERS)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(v_selected.at[slot])
+                    plgpu.barrier_wait(v_selected.at[slot])
 
             return values
 
         def select_seen(part, first, s):
-            half = anew(warpgroup)
             if sight is not None:
                 key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT) + first
-                here = lax.div(anew(item), jnp.int32(chunks)), pl.ds(half * HALF, HALF)
+                here = lax.div(anew(item), jnp.int32(chunks)), pl.ds(half() * HALF, HALF)
                 lines = [load_wide(sight_ref.at[here[0], i, here[1]], s.shape, 0) for i in range(sight.shape[1])]
                 return jnp.where(sees(key, *lines[:3], lines[3:], reach), s, -jnp.inf)
             # Which of the tile's columns each row sees, for keys counted from the row's first would be spilled.
             query = lax.rem(plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=LAYOUT.reduce(1)), jnp.int32(own))
-            query = jnp.minimum(query + (half * own + part.first_token), part.stop - 1)
+            query = jnp.minimum(query + (half() * own + part.first_token), part.stop - 1)
             column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT)
             seen = column <= lax.broadcast_in_dim(query - first, s.shape, [0])
             if reach.ends:
@@ -245,16 +311,27 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
             here[...] = weights.astype(q.dtype)
             return here
 
+        def keys_in(keys, nth, span):
+            """Some columns of a tile, those of consumer `nth`."""
+            return keys.at[nothing() + nth, :, pl.ds(0, span.size)] if quantized else keys.at[:, span]
+
         def weigh(part, i, m, total):
             """A tile's products with the keys, and their softmax."""
-            queries, keys = q_s.at[anew(warpgroup)], ready_keys(i)
+            keys = ready_keys(i)
+            pairs = [(q_s.at[anew(warpgroup)], keys)]
+            if by_columns:
+                pairs = [
+                    (q_s.at[nothing() + nth, :, pl.ds(0, x.size)], keys_in(keys, nth, x)) for nth, x in enumerate(spans)
+                ]
 
             def product(s_ref):
-                plgpu.wgmma(s_ref, queries, keys.T)
+                for queries, keys in pairs:
+                    plgpu.wgmma(s_ref, queries, keys.T)
                 pass_turn()
                 return s_ref[...]
 
-            probe(interpret, queries, keys)
+            for pair in pairs:
+                probe(interpret, *pair)
             s = pl.run_scoped(product, plgpu.ACC((HALF, tokens), jnp.float32))
             return softmax(part, i, s, m, total)
 
@@ -267,7 +344,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
             await_turn()
             acc = accumulate(interpret, acc, weights, values)
             if not quantized:
-                plgpu.barrier_arrive(v_free.at[slot])
+                plgpu.barrier_arrive(v_free.at[own_slot(slot)])
             return acc
 
         def one_by_one(part, i, carry):
@@ -315,7 +392,9 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
             return lax.cond(num_tiles > 0, some, lambda *x: x, acc, m, total)
 
         def columns():
-            """All of them. Copies reach beyond a D that fills no tile, as in `decode`: an offset not known to be 0."""
+            """A consumer's. Copies reach beyond a D that fills no tile, as in `decode`: an offset not known ahead."""
+            if by_columns:
+                return pl.ds(anew(warpgroup) * width, width)
             return pl.ds(0 if stored_dim == head_dim else jnp.minimum(anew(head), 0), head_dim)
 
         def at(token, count, nth):
@@ -323,19 +402,21 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
             return pl.ds(token, count), anew(head) * group + nth, columns()
 
         def read_queries():
-            half = anew(warpgroup)
-            first = items_ref[anew(item), 5] + half * own
+            mine = anew(warpgroup)
+            first = items_ref[anew(item), 5] + half() * own
             for nth in range(group):  # beyond an item's own tokens, which reach no other query row
-                here = rows_s.at[half, pl.ds(nth * own, own)]
-                plgpu.copy_gmem_to_smem(q_ref.at[at(first, own, nth)], here, q_ready.at[half])
-            plgpu.barrier_wait(q_ready.at[half])
-            queries = plgpu.load(rows_s.at[half], layout=LAYOUT, optimized=False)
+                here = rows_s.at[mine, pl.ds(nth * own, own)]
+                plgpu.copy_gmem_to_smem(q_ref.at[at(first, own, nth)], here, q_ready.at[mine])
+            plgpu.barrier_wait(q_ready.at[mine])
+            queries = plgpu.load(rows_s.at[mine], layout=LAYOUT, optimized=False)
             plgpu.commit_smem()  # all of them are read: they may be overwritten
-            q_s.at[half][...] = queries
+            q_s.at[mine][...] = queries
             plgpu.commit_smem()
+            if by_columns:
+                meet()  # both read all of them
 
         def write(acc, m, total):
-            half = anew(warpgroup)
+            mine = anew(warpgroup)
             if sinks is None:
                 alpha = jnp.ones_like(total)
             else:
@@ -343,15 +424,24 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
                 m, total, alpha = add_sink(m, total, sink)
             total = jnp.where(total == 0.0, 1.0, total)
             out = acc * lax.broadcast_in_dim(alpha / total, acc.shape, [0])
-            lse_mine = lse_s.at[half]
-            store(rows_s.at[half], out.astype(q.dtype))
+            if by_columns:
+                meet()  # both have multiplied the queries, in whose place the output is laid out
+            store(rows_s.at[mine], out.astype(q.dtype))
+            if by_columns and interpret is not None:  # which has them in two places, and would see no race
+                q_s.at[mine][...] = out.astype(q.dtype)
+            lse_mine = lse_s.at[mine]
             lse_mine[...] = (m + jnp.log2(total)) * math.log(2)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(lse_mine, lse_ref.at[anew(item), anew(head), pl.ds(half * HALF, HALF)])
+
+            def write_lse():
+                plgpu.copy_smem_to_gmem(lse_mine, lse_ref.at[anew(item), anew(head), pl.ds(half() * HALF, HALF)])
+
+            pl.when(mine == 0)(write_lse) if by_columns else write_lse()
             if chunks > 1:
-                plgpu.copy_smem_to_gmem(rows_s.at[half], out_ref.at[anew(item), anew(head), half])
+                target = out_ref.at[anew(item), anew(head), half(), :, columns() if by_columns else slice(None)]
+                plgpu.copy_smem_to_gmem(rows_s.at[mine], target)
             else:
-                write_tokens(items_ref[anew(item), 5] + half * own, items_ref[anew(item), 6] - half * own)
+                write_tokens(items_ref[anew(item), 5] + half() * own, items_ref[anew(item), 6] - half() * own)
             plgpu.wait_smem_to_gmem(0)
 
         def write_tokens(first, count):
@@ -372,12 +462,12 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
                         pl.when((count & size) > 0)(lambda size=size: copy(count & (-2 * size), size))
 
         def fill_holes():
-            half = anew(warpgroup)
-            words = [holes_ref[anew(item), half, i] for i in range(2)]
+            mine = anew(warpgroup)
+            words = [holes_ref[anew(item), half(), i] for i in range(2)]
 
             @pl.when((words[0] | words[1]) != 0)
             def _():
-                store(rows_s.at[half], full((HALF, head_dim), 0.0, LAYOUT).astype(q.dtype))
+                store(rows_s.at[mine], full((HALF, width), 0.0, LAYOUT).astype(q.dtype))
                 plgpu.commit_smem()
 
                 @pl.loop(jnp.int32(0), jnp.int32(own))
@@ -386,9 +476,9 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
 
                     @pl.when((lax.shift_right_logical(word, i & 31) & 1) > 0)
                     def _():
-                        token = (anew(item) * CONSUMERS + half) * own + i
+                        token = (anew(item) * halves + half()) * own + i
                         heads = pl.ds(anew(head) * group, group)
-                        plgpu.copy_smem_to_gmem(rows_s.at[half, pl.ds(0, group)], out_ref.at[token, heads, columns()])
+                        plgpu.copy_smem_to_gmem(rows_s.at[mine, pl.ds(0, group)], out_ref.at[token, heads, columns()])
 
                 plgpu.wait_smem_to_gmem(0)
 
@@ -401,7 +491,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
             def _():
                 read_queries()
                 part = Part(first_token, stop, first_seen, start, scalars_ref[0], scalars_ref[1])
-                acc = full((HALF, head_dim), 0.0, LAYOUT)
+                acc = full((HALF, width), 0.0, LAYOUT)
                 m = full((HALF,), -jnp.inf, LAYOUT.reduce(1))
                 total = full((HALF,), 0.0, LAYOUT.reduce(1))
                 pl.when(anew(warpgroup) == 1)(pass_turn)
@@ -417,37 +507,53 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
         def produce():
             plgpu.set_max_registers(56 if quantized else 40, action="decrease")  # it copies scales as well
             row, _, stop, first_seen, start, num_tiles = work()
+            values = Ring(v_s, v_ready, v_free, values=1)
+            rings = [Ring(k_s, k_ready, k_free), values]
+            if by_columns:
+                rings.append(values._replace(first_slot=stages, first_column=width))
             fetch(
                 kv_ref, tables_ref, Walk(row, operands.kv_head(head), start, num_tiles, first_seen, stop), tile, reach,
-                ((k_s, v_s), (k_ready, v_ready), (k_free, v_free)), in_warps=not varies(kv),
-                scales=(scale_ref, wide[2]) if quantized else None,
+                rings, in_warps=not varies(kv), scales=(scale_ref, wide[2]) if quantized else None,
             )  # fmt: skip
 
     def paged_prefill(*refs):  # the name that profiles and dumps show
-        slots, wide = slots_and_wide(kv.dtype, q.dtype, format, tile, head_dim)
+        keys, wide = slots_and_wide(kv.dtype, q.dtype, format, tile, head_dim)
+        values = keys
+        if by_columns:  # a ring for each consumer; and a tile of K and one of V are multiplied in one place
+            own_tile = dataclasses.replace(tile, stages=CONSUMERS * stages)
+            values, _ = slots_and_wide(kv.dtype, q.dtype, format, own_tile, width)
+            shared = plgpu.SMEM((CONSUMERS, tokens, width), q.dtype, transforms=OPERAND)
+            wide = (shared, None, wide[2]) if quantized else ()
         rows = SINGLE_ROWS if stored_dim == head_dim else ()
-        queries = [plgpu.SMEM((CONSUMERS, HALF, head_dim), q.dtype, transforms=x) for x in (rows, OPERAND)]
+        queries = [plgpu.SMEM((CONSUMERS, HALF, width), q.dtype, transforms=x) for x in (rows, OPERAND)]
         buffers = (
             # In one place; which the interpreter takes for one buffer of both consumers, that race.
-            plgpu.RefUnion(*queries) if interpret is None else queries, slots, slots,
+            plgpu.RefUnion(*queries) if interpret is None else queries, keys, values,
             None if weights_in_registers else plgpu.SMEM((CONSUMERS, HALF, tokens), q.dtype, transforms=OPERAND),
             plgpu.SMEM((CONSUMERS, HALF), jnp.float32), *wide,
         )  # fmt: skip
-        k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(format, pieces))
-        free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
-        widened = (plgpu.Barrier(num_arrivals=CONSUMERS),) * (2 if quantized else 0)
+        readers = 1 if by_columns else CONSUMERS  # of a slot of V
+        sizes = stages, stages * CONSUMERS // readers
+        k_ready, v_ready, k_free, v_free = (
+            plgpu.Barrier(num_arrivals=n, num_barriers=size)
+            for n, size in zip((*arrivals(format, pieces), CONSUMERS, readers), 2 * sizes, strict=True)
+        )
         q_ready = plgpu.Barrier(num_arrivals=group, num_barriers=CONSUMERS)
-        turn = plgpu.Barrier(num_arrivals=CONSUMERS) if in_turns else None
-        barriers = (q_ready, k_ready, v_ready, free, free, free, turn, *widened)
+        of_both = plgpu.Barrier(num_arrivals=CONSUMERS)
+        v_selected, together = (None, of_both) if by_columns else (k_free, None)
+        widened = (of_both,) * (2 if quantized and not by_columns else 0)
+        barriers = (
+            q_ready, k_ready, v_ready, k_free, v_free, v_selected, of_both if in_turns else None, together, *widened,
+        )  # fmt: skip
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
 
-    out = q.shape if chunks == 1 else (num_items, num_kv_heads, CONSUMERS, HALF, head_dim)
+    out = q.shape if chunks == 1 else (num_items, num_kv_heads, halves, HALF, CONSUMERS * width // halves)
     optional = (x for x in (kv_scale, sight, sinks) if x is not None)
     return plgpu.kernel(
         paged_prefill,
         out_type=(
             jax.ShapeDtypeStruct(out, q.dtype),
-            jax.ShapeDtypeStruct((num_items, num_kv_heads, QUERY_ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((num_items, num_kv_heads, halves * HALF), jnp.float32),
         ),
         grid=(num_items, num_kv_heads), grid_names=("item", "head"),
         num_threads=CONSUMERS + 1, thread_name="warpgroup",

@@ -242,32 +242,33 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
     num_kv_heads = operands.head_parts
     group = num_heads // num_kv_heads
     plan = tuning.prefill_plan(kernel_head_dim(head_dim), kv.shape[3], kv.dtype.itemsize)
-    own = prefill.tokens_of(group)
-    item_tokens = prefill.CONSUMERS * own
+    division, own = prefill.divide(kernel_head_dim(head_dim)), prefill.tokens_of(group)
+    halves, item_tokens = division.halves, division.halves * own
     items, sights, item, nth = _prefill_items(
         operands, rows, least, item_tokens=item_tokens, tile_tokens=plan.tile.tokens, num_heads=num_kv_heads,
     )  # fmt: skip
     num_items, chunks = items.shape[:2]
     if sights is not None:  # for each head the same
-        sights = _as_query_rows(sights.reshape(*sights.shape[:2], prefill.CONSUMERS, 1, own), group)
-        sights = sights.reshape(*sights.shape[:2], prefill.QUERY_ROWS)
+        sights = _as_query_rows(sights.reshape(*sights.shape[:2], halves, 1, own), group)
+        sights = sights.reshape(*sights.shape[:2], halves * prefill.HALF)
     of_rows = None
     if sinks is not None and chunks == 1:
         of_rows = _as_query_rows(sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1), group)
     holes = jnp.pad(~token.valid, (0, num_items * item_tokens - num_tokens))
-    holes = work.bits(holes.reshape(num_items, prefill.CONSUMERS, own))
+    holes = work.bits(holes.reshape(num_items, halves, own))
+    alone = quantized or division.by_columns  # consumers that wait for one another have no order besides
     out, lse = prefill.attend(
         operands._replace(sinks=of_rows), items, holes,
         tuning.PrefillPlan(
-            plan.tile, plan.weights_in_registers and interpret is None, plan.in_turns and not quantized,
-            plan.ahead and not quantized and sights is None,  # whose masks take the registers
+            plan.tile, plan.weights_in_registers and interpret is None, plan.in_turns and not alone,
+            plan.ahead and not alone and sights is None,  # whose masks take the registers
         ),
         sight=sights,
     )  # fmt: skip
 
     def of_tokens(x):
-        """Of each token, from its item's query rows, `[W, K, 2, 64, ...]`: `[N, K, group, ...]`."""
-        x = x.reshape(num_items, num_kv_heads, prefill.CONSUMERS, prefill.HALF, *x.shape[4:])
+        """Of each token, from its item's query rows, `[W, K, n, 64, ...]`: `[N, K, group, ...]`."""
+        x = x.reshape(num_items, num_kv_heads, halves, prefill.HALF, *x.shape[4:])
         x = x[:, :, :, : group * own].reshape(*x.shape[:3], group, own, *x.shape[4:])
         return x[item, :, nth // own, :, nth % own]
 
@@ -275,7 +276,7 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
         out, lse = _merge_chunks(out, lse.reshape(out.shape[:-1]), items[..., 4] > items[..., 3])
         out = of_tokens(out)[..., :head_dim].reshape(q.shape)
         out = jnp.where(token.valid[:, None, None], out, jnp.zeros_like(out))
-    lse = of_tokens(lse.reshape(*lse.shape[:2], prefill.CONSUMERS, prefill.HALF)).reshape(num_tokens, num_heads)
+    lse = of_tokens(lse.reshape(*lse.shape[:2], halves, prefill.HALF)).reshape(num_tokens, num_heads)
     return _with_sinks(out, lse, sinks if chunks > 1 else None)
 
 

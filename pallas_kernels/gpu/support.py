@@ -5,14 +5,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.batch import Call
 from pallas_kernels.common.masks import sight_refusal
-from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.chosen_tokens import MOST_BYTES, count_bytes, describe_rows
 from pallas_kernels.gpu.dequantize import SCALES_AT_ONCE
 from pallas_kernels.gpu.work_items import MOST_ROWS
 
 FALLBACK = "leave implementation=None to use XLA's"
 CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup matrix instructions, which newer chips do not have either
-MOST_HEAD_DIM, MOST_PREFILL_DIM = 512, 256  # of wider heads the output of prefill is more than registers hold
+MOST_HEAD_DIM, MOST_PADDED_DIM = 512, 256
 # Of latent rows: half of the values' columns are whole tiles; and what shared memory and registers hold.
 RANKS, MOST_RANK, MOST_WIDTH, HEADS_AT_ONCE = 128, 512, 576, 64
 
@@ -51,15 +50,10 @@ def unsupported(op: str, call: Call) -> str | None:
             f"The gpu kernels read head_dim in multiples of 64 up to {widest}, but q has {head_dim} and the pool "
             f"stores {stored}; {wider if head_dim <= widest else ''}{FALLBACK}."
         )
-    if rank is None and head_dim > MOST_PREFILL_DIM and head_dim % 64:
+    if rank is None and head_dim > MOST_PADDED_DIM and head_dim % 64:
         return (
-            f"The gpu kernels read heads of more than {MOST_PREFILL_DIM} in multiples of 64, not {head_dim}; pad q, k "
+            f"The gpu kernels read heads of more than {MOST_PADDED_DIM} in multiples of 64, not {head_dim}; pad q, k "
             f"and v, or {FALLBACK}."
-        )
-    if rank is None and head_dim > MOST_PREFILL_DIM and not _can_decode(call):
-        return (
-            f"The gpu kernels read heads of {head_dim} for few new tokens of each row, [S, T, H, D], and prefill heads "
-            f"of up to {MOST_PREFILL_DIM}; {FALLBACK}."
         )
     if tables is not None and (rows := tables.shape[0]) > MOST_ROWS:
         return f"The gpu kernels plan steps of at most {MOST_ROWS} rows, not {rows}; take fewer, or {FALLBACK}."
@@ -72,15 +66,6 @@ def find_chip_refusal() -> str | None:
     if capability in (None, CAPABILITY):
         return None
     return f"The gpu kernels need a Hopper GPU (compute capability {CAPABILITY}), not {capability}; {FALLBACK}."
-
-
-def _can_decode(call: Call) -> bool:
-    """Tells whether the decode kernels take all rows of a step."""
-    if call.q.ndim < 4:
-        return False
-    (_, width, num_heads, head_dim), kv = call.q.shape, call.stored.kv
-    split = tuning.split_heads(num_heads // kv.shape[2], kernel_head_dim(head_dim), kv.dtype.itemsize)
-    return split.can_decode(width, deterministic=call.options.deterministic)
 
 
 def _chosen_refusal(call: Call) -> str | None:

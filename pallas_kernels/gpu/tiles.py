@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -140,26 +141,42 @@ class Walk(NamedTuple):
     length: jax.Array
 
 
-def fetch(kv_ref, tables_ref, walk: Walk, tile: Tile, reach: Reach, rings, *, in_warps, scales=None) -> None:
-    """The producer: copy tiles `start`, `start + 1`, ... of a row's K and V into a ring of slots each; of latent rows
-    into one.
+class Ring(NamedTuple):
+    """Slots of shared memory that tiles of K or of V go through."""
+
+    slots: Any  # [.., tokens, columns]
+    ready: Any  # barriers of the slots: filled
+    free: Any  # ... to be filled again
+    values: int = 0  # of the pool's second axis
+    first_slot: int = 0  # of those that are this ring's
+    first_column: int = 0  # of the pool's that the slots have
+
+
+def fetch(
+    kv_ref, tables_ref, walk: Walk, tile: Tile, reach: Reach, rings: Sequence[Ring], *, in_warps, scales=None
+) -> None:
+    """The producer: copy tiles `start`, `start + 1`, ... of a row's K and V into a ring of slots each, or of V's
+    columns into several; of latent rows into one.
 
     Places before `first_seen`, first tokens aside, and from `length` on are not fetched: another piece that is seen is
     fetched in their stead, so that every slot gets the same number of copies. Table entries are clamped into the pool.
 
     `scales`: those of a quantised pool, `[num_blocks + 1, 2, K, block_size]`, and their ring, `[stages, 2, tokens]`:
-    they come with the keys. `rings`: the slots, and the barriers that say that one is ready, or free.
+    they come with the keys.
     """
     row, head, start, num_tiles, first_seen, length = walk
-    slots, ready, free = rings
-    num_blocks, _, _, block_size, _ = kv_ref.shape
-    head_dim = slots[0].shape[-1]
+    num_blocks, _, _, block_size, stored_dim = kv_ref.shape
     piece, stages = tile.piece(block_size), tile.stages
     low, high = (lax.div(position, jnp.int32(piece)) for position in (first_seen, length - 1))
 
-    refs = tuple(zip(slots, ready, free, strict=True))
+    def find_columns(ring):
+        """Those of the pool in a ring's slots. What lies beyond the pool's comes as zeros, for the offset is not known
+        ahead."""
+        count = ring.slots.shape[-1]
+        is_within = ring.first_column + count <= stored_dim
+        return pl.ds(ring.first_column if is_within else ring.first_column + 0 * row, count)
 
-    def stream(*parts):
+    def stream(*rings):
         @pl.loop(0, num_tiles)
         def fill(i):
             slot = lax.rem(i, jnp.int32(stages))
@@ -173,33 +190,33 @@ def fetch(kv_ref, tables_ref, walk: Walk, tile: Tile, reach: Reach, rings, *, in
                 block = tables_ref[row, lax.div(place, jnp.int32(block_size))]
                 offset = 0 if block_size == piece else lax.rem(place, jnp.int32(block_size))
                 places.append((jnp.clip(block, 0, num_blocks - 1), pl.ds(offset, piece)))
-            for part in parts:
-                slots_ref, ready_ref, free_ref = refs[part]
+            for ring in rings:
+                nth = slot + ring.first_slot
 
                 @pl.when(i >= stages)
-                def wait_until_free(free_ref=free_ref):
-                    plgpu.barrier_wait(free_ref.at[slot])
+                def wait_until_free(free_ref=ring.free, nth=nth):
+                    plgpu.barrier_wait(free_ref.at[nth])
 
                 for j, (block, span) in enumerate(places):
-                    source = kv_ref.at[block, part, head, span, pl.ds(0, head_dim)]
+                    source = kv_ref.at[block, ring.values, head, span, find_columns(ring)]
                     here = pl.ds(j * piece, piece)
-                    plgpu.copy_gmem_to_smem(source, slots_ref.at[slot, here], ready_ref.at[slot])
-                    for which in range(2 if scales is not None and part == 0 else 0):
+                    plgpu.copy_gmem_to_smem(source, ring.slots.at[nth, here], ring.ready.at[nth])
+                    for which in range(2 if scales is not None and ring.values == 0 else 0):
                         source = scales[0].at[block, which, head, span]
-                        plgpu.copy_gmem_to_smem(source, scales[1].at[slot, which, here], ready_ref.at[slot])
+                        plgpu.copy_gmem_to_smem(source, scales[1].at[slot, which, here], ring.ready.at[nth])
 
         @pl.loop(jnp.maximum(num_tiles - stages, 0), num_tiles)
         def drain(i):  # JAX 0.11's interpreter insists that every arrival is seen
-            for part in parts:
-                plgpu.barrier_wait(refs[part][2].at[lax.rem(i, jnp.int32(stages))])
+            for ring in rings:
+                plgpu.barrier_wait(ring.free.at[lax.rem(i, jnp.int32(stages)) + ring.first_slot])
 
     if not in_warps:
-        return stream(*range(len(refs)))
+        return stream(*rings)
 
     @plgpu.warp_map  # a copy by one warp needs no barrier of all four; and K waits for no slot of V's
     def one_warp_each(warp):
-        for part in range(len(refs)):
-            pl.when(warp == part)(functools.partial(stream, part))
+        for nth, ring in enumerate(rings):
+            pl.when(warp == nth)(functools.partial(stream, ring))
 
 
 def varies(x) -> bool:

@@ -99,7 +99,8 @@ def merge_blocks() -> int:
 
 def prefill_plan(head_dim: int, block_size: int, itemsize: int = 2) -> PrefillPlan:
     """The plan for the chip at hand, or for an H200 where there is none."""
-    plan = PrefillPlan(Tile(tokens=128 if head_dim <= 128 else 64, stages=2))
+    # Of heads of more than 256 shared memory holds the queries, and a tile of K and one of V at a time.
+    plan = PrefillPlan(Tile(tokens=128 if head_dim <= 128 else 64, stages=2 if head_dim <= 256 else 1))
     if itemsize == 2:
         plan = TUNED_PREFILL.get((chip(), head_dim), plan)
     if plan.tile.pieces(block_size) > 8:  # the producer's registers hold no more block ids

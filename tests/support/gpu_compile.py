@@ -33,7 +33,7 @@ from pallas_kernels.common.quantization import find_format
 
 TARGET = pathlib.Path(__file__).with_name("gpu_h200.txtpb").read_text()
 ROWS, MAX_BLOCKS, NUM_BLOCKS = 8, 128, 1024
-HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS = (64, 96, 128, 256, 512)
 
 
 @functools.cache
@@ -147,7 +147,7 @@ def named(name, **options):
 
 def options(head_dim, *, window=None, soft_cap=None, sinks=False, sink_tokens=None):
     """A mixed step, and so all kernels, with a combination of options."""
-    heads = {64: (8, 2), 96: (4, 4), 128: (10, 2), 256: (16, 1)}[head_dim]
+    heads = {64: (8, 2), 96: (4, 4), 128: (10, 2), 256: (16, 1), 512: (16, 2)}[head_dim]
     shape = AttentionShape(*heads, head_dim, num_layers=1, window=window, soft_cap=soft_cap)
     dtype = jnp.float16 if head_dim == 96 else jnp.bfloat16
     return lambda: attention(shape, tokens=64, sinks=sinks, dtype=dtype, sink_tokens=sink_tokens)
@@ -359,7 +359,18 @@ JOBS = {
         for n in (48, 71)
     },
     **{f"512-{n}": lambda n=n: attention(AttentionShape(2 * n, 2, 512, num_layers=1)) for n in (16, 32)},
-    "512-int8": lambda: attention(AttentionShape(16, 2, 512, num_layers=1), kind="int8", block_size=32),
+    **{
+        f"512-{kind}": lambda kind=kind: attention(
+            AttentionShape(16, 2, 512, num_layers=1), kind=kind, block_size=32, tokens=64
+        )
+        for kind in gpu.FORMATS
+    },
+    "512-window-int8": lambda: attention(
+        AttentionShape(16, 2, 512, num_layers=1, window=100), kind="int8", block_size=32, tokens=64, sink_tokens=4
+    ),
+    "512-packed": lambda: attention(AttentionShape(32, 4, 512, num_layers=1), tokens=2048, packed=True),
+    "320-prefill": lambda: attention(AttentionShape(10, 2, 320, num_layers=1, window=100), tokens=64, sinks=True),
+    "512-tree": lambda: attention(AttentionShape(16, 2, 512, num_layers=1, window=100), tokens=40, tree=True),
     "512-4-tokens": lambda: attention(AttentionShape(16, 2, 512, num_layers=1, window=100), tokens=4, sinks=True),
     "48-heads-tree": lambda: attention(AttentionShape(96, 2, 128, num_layers=1), tokens=64, tree=True),
     "48-heads-int8": lambda: attention(

@@ -77,7 +77,8 @@ class Trial:
 
     def use_plans(self, monkeypatch) -> None:
         decode = tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=self.wave * self.case.num_kv_heads)
-        prefill = tuning.PrefillPlan(Tile(tokens=self.prefill_tokens, stages=2), **FORMS.get(self.form, {}))
+        stages = tuning.prefill_plan(self.case.head_dim, self.case.block_size).tile.stages
+        prefill = tuning.PrefillPlan(Tile(tokens=self.prefill_tokens, stages=stages), **FORMS.get(self.form, {}))
         monkeypatch.setattr(tuning, "decode_plan", lambda *_: decode)
         monkeypatch.setattr(tuning, "prefill_plan", lambda *_: prefill)
         heads = -(-self.case.num_heads // 64)
@@ -285,6 +286,12 @@ QUANTISED_PREFILL = {
     ),
     "e4m3": Trial(Case((191,), (20,), soft_cap=9.0, **BLOCKS_OF_32), kind="float8_e4m3fn"),
     "e5m2": Trial(Case((100,), (9,), **BLOCKS_OF_32), kind="float8_e5m2"),
+    "int8, head_dim 512": Trial(
+        Case((300, 9), (20, 3), num_heads=5, num_kv_heads=1, head_dim=512, window=150, packed=True, padding=2,
+             max_blocks=12, block_size=32, **B16),
+        poison_before_window=True, kind="int8", **SMALL,
+    ),
+    "e4m3, head_dim 320": Trial(Case((191,), (20,), head_dim=320, **BLOCKS_OF_32), kind="float8_e4m3fn"),
 }  # fmt: skip
 
 PREFILL = {
@@ -323,6 +330,23 @@ PREFILL = {
     ),
     "head_dim 256": Trial(
         Case((200, 20), (20, 2), window=50, soft_cap=4.0, num_kv_heads=1, head_dim=256, block_size=8, **B16),
+    ),
+    # Consumers with columns of their own: half of them each, and of five tiles three and two.
+    "head_dim 512": Trial(
+        Case((200, 20), (20, 9), window=50, soft_cap=4.0, num_kv_heads=1, head_dim=512, block_size=8, sinks=True,
+             packed=True, padding=2, max_blocks=40, **B16),
+        poison_before_window=True, **SMALL,
+    ),
+    "head_dim 320": Trial(Case((70,), (5,), num_heads=5, num_kv_heads=1, head_dim=320, packed=True, **F16), gaps=1),
+    "head_dim 384, chunks": Trial(
+        Case((330, 60), (10, 3), num_heads=10, num_kv_heads=2, head_dim=384, sinks=True, packed=True, padding=2, **B16),
+        chunks=3,
+    ),
+    "head_dim 512, ring": Trial(Case((440,), (9,), head_dim=512, **ONE)),
+    "head_dim 512, tree": Trial(Case((100, 40), (50, 3), tree=True, num_heads=2, head_dim=512, **ONE), **SMALL),
+    "head_dim 512, first tokens": Trial(
+        Case((300,), (20,), num_heads=48, head_dim=512, window=60, sink_tokens=20, max_blocks=25, **ONE),
+        poison_before_window=True,
     ),
     # The second row has fewer tiles than there are chunks; the first one's queries do not see all of the last.
     "chunks": Trial(Case((330, 60), (40, 3), sinks=True, packed=True, padding=2, **ONE), chunks=3),

@@ -169,7 +169,7 @@ MISTAKES = {
         {"wrong"},
         Plant(
             "attend",
-            "(lax.div(anew(item), jnp.int32(chunks)), pl.ds(half * HALF, HALF))",
+            "(lax.div(anew(item), jnp.int32(chunks)), pl.ds(half() * HALF, HALF))",
             "(lax.div(anew(item), jnp.int32(chunks)), pl.ds(0, HALF))",
         ),
     ),
@@ -220,7 +220,7 @@ MISTAKES = {
     "fetch: slot refilled while read": (
         DECODE["ring"],
         {"race", "barrier"},
-        Plant("fetch", "plgpu.barrier_wait(free_ref.at[slot])", ""),
+        Plant("fetch", "plgpu.barrier_wait(free_ref.at[nth])", ""),
     ),
     "fetch: the wrong block": (
         DECODE["ring"],
@@ -280,10 +280,8 @@ MISTAKES = {
         {"wrong", "race"},
         Plant(
             "attend",
-            "select_seen_values(values, part.first_seen - first, part.stop - first, sinks, "
-            "share=warpgroup, shares=CONSUMERS)",
-            "select_seen_values(values, part.first_seen - first, part.stop - first, sinks, "
-            "share=warpgroup + 1, shares=CONSUMERS)",
+            "select_seen_values(values, *seen, share=warpgroup, shares=CONSUMERS)",
+            "select_seen_values(values, *seen, share=warpgroup + 1, shares=CONSUMERS)",
         ),
     ),
     "prefill: heads and tokens mixed up": (
@@ -303,12 +301,12 @@ MISTAKES = {
     "prefill: both consumers take the same tokens": (
         PREFILL["odd places"],
         {"wrong"},
-        Plant("attend", "first = items_ref[anew(item), 5] + half * own", "first = items_ref[anew(item), 5]"),
+        Plant("attend", "first = items_ref[anew(item), 5] + half() * own", "first = items_ref[anew(item), 5]"),
     ),
     "prefill: a token too many written": (
         PREFILL["odd places"],
         {"wrong", "race"},
-        Plant("attend", "items_ref[anew(item), 6] - half * own", "items_ref[anew(item), 6] - half * own + 1"),
+        Plant("attend", "items_ref[anew(item), 6] - half() * own", "items_ref[anew(item), 6] - half() * own + 1"),
     ),
     "prefill: a token too few written": (
         PREFILL["odd places"],
@@ -333,7 +331,7 @@ MISTAKES = {
     "prefill: another token's hole": (
         PREFILL["odd places"],
         {"wrong", "race"},
-        Plant("attend", "(anew(item) * CONSUMERS + half) * own", "item * 0"),
+        Plant("attend", "(anew(item) * halves + half()) * own", "item * 0"),
     ),
     "prefill: holes beyond the first 32": (
         PREFILL["padding"],
@@ -391,15 +389,59 @@ MISTAKES = {
         {"race"},
         Plant(
             "attend.kernel.ready_values",
-            "plgpu.barrier_wait(v_ready.at[slot])",
-            "plgpu.barrier_wait(v_ready.at[slot])\nplgpu.barrier_arrive(v_free.at[slot])",
+            "plgpu.barrier_wait(v_ready.at[own_slot(slot)])",
+            "plgpu.barrier_wait(v_ready.at[own_slot(slot)])\nplgpu.barrier_arrive(v_free.at[own_slot(slot)])",
         ),
-        Plant("attend.kernel.add_values", "if not quantized:\n    plgpu.barrier_arrive(v_free.at[slot])", ""),
+        Plant("attend.kernel.add_values", "if not quantized:\n    plgpu.barrier_arrive(v_free.at[own_slot(slot)])", ""),
     ),
     "prefill: V read before it arrives": (
         PREFILL["ring"],
         UNSYNCHRONISED,
-        Plant("attend", "plgpu.barrier_wait(v_ready.at[slot])", ""),
+        Plant("attend", "plgpu.barrier_wait(v_ready.at[own_slot(slot)])", ""),
+    ),
+    "prefill, columns: the other's queries not awaited": (
+        PREFILL["head_dim 320"],
+        {"race", "wrong"},
+        Plant("attend.kernel.read_queries", "if by_columns:\n    meet()", ""),
+    ),
+    "prefill, columns: the output over queries that are read": (
+        PREFILL["head_dim 320"],
+        {"race", "wrong"},
+        Plant("attend.kernel.write", "if by_columns:\n    meet()", ""),
+    ),
+    "prefill, columns: keys' first half alone": (
+        PREFILL["head_dim 320"],
+        {"wrong"},
+        Plant("attend.kernel.weigh", "enumerate(spans)", "enumerate(spans[:1])"),
+    ),
+    "prefill, columns: one half of V for both": (
+        PREFILL["head_dim 320"],
+        {"wrong", "race"},
+        Plant(
+            "attend.kernel.produce",
+            "values._replace(first_slot=stages, first_column=width)",
+            "values._replace(first_slot=stages)",
+        ),
+    ),
+    "prefill, columns: V's slot released before the product": (
+        PREFILL["head_dim 512, ring"],
+        {"race", "barrier"},
+        Plant(
+            "attend.kernel.ready_values",
+            "plgpu.barrier_wait(v_ready.at[own_slot(slot)])",
+            "plgpu.barrier_wait(v_ready.at[own_slot(slot)])\nplgpu.barrier_arrive(v_free.at[own_slot(slot)])",
+        ),
+        Plant("attend.kernel.add_values", "if not quantized:\n    plgpu.barrier_arrive(v_free.at[own_slot(slot)])", ""),
+    ),
+    "prefill, columns: both write the same": (
+        PREFILL["head_dim 512"],
+        {"wrong", "race"},
+        Plant("attend.kernel.columns", "anew(warpgroup) * width", "anew(warpgroup) * 0"),
+    ),
+    "prefill, columns: V's tail not cleaned": (
+        PREFILL["head_dim 320"],
+        {"wrong"},
+        Plant("attend", "select_seen_values(values, *seen)", ""),
     ),
     "prefill: output not rescaled": (
         PREFILL["ring"],

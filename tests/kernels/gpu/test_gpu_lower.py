@@ -19,7 +19,7 @@ from pallas_kernels.gpu.tiles import Tile
 # By day the ends and what is odd of each axis; most of what lies between, tests/compile/test_gpu_compile.py compiles.
 AXES = {
     "block_size": (8, 16, 24, 32, 64, 128, 256, 4096) if NIGHTLY else (8, 24, 4096),  # 4096: contiguous
-    "head_dim": (64, 80, 96, 128, 256) if NIGHTLY else (80, 128, 256),
+    "head_dim": (64, 80, 96, 128, 256, 320, 512) if NIGHTLY else (80, 128, 512),
     "group": (1, 4, 5, 7, 8, 16, 20) if NIGHTLY else (1, 7, 20),
     "dtype": (jnp.bfloat16, jnp.float16),
     "window": (None, 100),

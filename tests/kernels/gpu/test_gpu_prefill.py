@@ -11,6 +11,7 @@ BY_DAY = (
     "tails of wide tiles",
     "the window's first token",
     "first tokens, chunks",
+    "head_dim 320",
 )
 
 

@@ -61,6 +61,16 @@ MISTAKES = {
         {"race", "wrong", "barrier"},
         Plant("attend", "plgpu.barrier_wait(widened[which])", ""),
     ),
+    "prefill, columns: keys widened by the other not awaited": (
+        QUANTISED_PREFILL["e4m3, head_dim 320"],
+        {"race", "wrong", "barrier"},
+        Plant("attend.kernel.widen_own_keys", "meet()", ""),
+    ),
+    "prefill, columns: V over keys that are read": (
+        QUANTISED_PREFILL["e4m3, head_dim 320"],
+        {"race", "wrong", "barrier"},
+        Plant("attend.kernel.ready_values", "meet()", ""),
+    ),
     "prefill: V's scales for K's": (
         PREFILL_RING,
         {"wrong"},
