@@ -56,10 +56,11 @@ class Decoder(nnx.Module):
         if scan not in (False, True, "stacked", "apart"):
             raise ValueError(f'scan must be True, False, "stacked" or "apart", not {show(scan)}.')
         self.config = config
-        # `keep` knows mixers by their layers, and chosen tokens go from layer to layer: blocks are computed one by one.
+        stacked = scan == "stacked" or (scan != "apart" and jax.default_backend() != "cpu")
+        # Chosen tokens go from layer to layer, and a mixer's own parameters act between what `OneOf` has of each block.
         has_mixers = any(block.mixer is not None for block in config.blocks)
-        apart = has_mixers or config.index is not None
-        self.periods = config.num_layers // config.period if scan and not apart else 1
+        one_by_one = config.index is not None or (has_mixers and not stacked)
+        self.periods = config.num_layers // config.period if scan and not one_by_one else 1
         self.scan = self.periods > 1  # a single period has nothing to scan over
         table = (config.vocab_size, config.embed_dim)
         init = nnx.initializers.normal(config.embed_dim**-0.5)
@@ -67,7 +68,6 @@ class Decoder(nnx.Module):
         kind = StreamsBlock if config.streams else Block
         blocks = [kind(config, i, dtype, rngs) for i in range(config.num_layers)]
         # For each index in the period the layers of all periods, stacked; and the layers that are not stacked.
-        stacked = scan == "stacked" or (scan != "apart" and jax.default_backend() != "cpu")
         self.num_stacked = self.num_scanned if stacked else 0
         places = range(config.period if self.num_stacked else 0)
         self.stacks = nnx.List([stack_blocks(blocks[j : self.num_stacked : config.period]) for j in places])
@@ -130,7 +130,8 @@ class Decoder(nnx.Module):
         for i in range(scanned, config.num_layers):
             with jax.named_scope(f"layer_{i}"):
                 given = None if own is None else own[..., i, :]
-                x, kept = self._block(i)(x, positions, kept, config.first_layer(i), step, deterministic, given)
+                layers = range(config.first_layer(i), config.first_layer(i + 1))
+                x, kept = self._block(i)(x, positions, kept, layers, step, deterministic, given)
         with jax.named_scope("logits"):
             x = x if self.streams is None else self.streams.join(x)
             if logits_at is not None:
@@ -160,30 +161,37 @@ class Decoder(nnx.Module):
     def _scan(
         self, x: jax.Array, positions: jax.Array, cache: Cache | None, step: Step | None, deterministic: bool
     ) -> tuple:
-        """Computes all whole periods of layers. Only the pools are carried: block tables are constant during a step."""
+        """Computes all whole periods of layers. Block tables are constant during a step, and are not carried."""
         size, apart = self.config.period, list(self.layers)
+        firsts = [self.config.first_layer(j) for j in range(size + 1)]  # layers of the cache: a block may have several
         if cache is not None:
             assert step is not None
             cache = settle_cache(cache, step.token_axes, step)
 
         def period(carry: tuple, blocks_and_number: tuple) -> tuple[tuple, None]:
-            (x, pools), (blocks, number) = carry, blocks_and_number
+            (x, stored), (blocks, number) = carry, blocks_and_number
             blocks = blocks or [OneOf(apart[j : self.num_scanned : size], number) for j in range(size)]
             for j, block in enumerate(blocks):
                 with jax.named_scope(f"layer_{j}_of_{size}"):
+                    layers: Any = range(firsts[j], firsts[j + 1])
                     if cache is None:
-                        x, _ = block(x, positions, None, 0, None)
+                        x, _ = block(x, positions, None, layers, None)
                         continue
                     repeats = cache.config.period  # of the cache's layers: it may be shorter than the model's
-                    layer = (j % repeats, number * (size // repeats) + j // repeats)
-                    x, after = block(x, positions, cache.replace(pools=pools), layer, step, deterministic)
-                    pools = after.pools
-            return (x, pools), None
+                    periods = number * (firsts[-1] // repeats)
+                    layers = [(i % repeats, periods + i // repeats) for i in layers]
+                    x, after = block(x, positions, put(stored), layers, step, deterministic)
+                    stored = after.pools, after.states, after.state_slots
+            return (x, stored), None
+
+        def put(stored: tuple) -> Cache:
+            pools, states, slots = stored
+            return cache.replace(pools=pools, states=states, state_slots=slots)  # type: ignore[union-attr]
 
         numbers = jnp.arange(self.periods, dtype=jnp.int32)
-        pools = None if cache is None else cache.pools
-        (x, pools), _ = jax.lax.scan(period, (x, pools), (tuple(self.stacks), numbers))
-        return x, cache if cache is None else cache.replace(pools=pools)
+        stored = None if cache is None else (cache.pools, cache.states, cache.state_slots)
+        (x, stored), _ = jax.lax.scan(period, (x, stored), (tuple(self.stacks), numbers))
+        return x, None if stored is None else put(stored)
 
     @property
     def dtype(self) -> jnp.dtype:

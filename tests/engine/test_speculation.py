@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checksum_model import LONGEST, VOCAB, WINDOW, Several, assert_streams, continuation
+from hybrid_model import Hybrid
 from nightly import NIGHTLY
 
 import jaxkv
@@ -235,6 +236,13 @@ def test_what_does_not_fit_is_one_sentence(name):
     fields, sentence = WRONG[name]
     with pytest.raises(ValueError, match=sentence):
         jaxkv.Engine(Several(WINDOWS), **TIGHT | fields)
+
+
+def test_a_draft_for_states_in_a_scan_is_refused():
+    model = Hybrid()
+    object.__setattr__(model, "scan", True)
+    with pytest.raises(ValueError, match="this model scans over its layers: make it, or load it, with scan=False"):
+        jaxkv.Engine(model, draft="ngram", **TIGHT)
 
 
 def test_a_draft_with_another_vocabulary_is_refused():

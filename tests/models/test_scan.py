@@ -13,6 +13,8 @@ from nightly import NIGHTLY
 import jaxkv
 import jaxkv.testing
 from jaxkv.models import Decoder, DecoderConfig, ExpertsConfig, Rope, load, save
+from jaxkv.models.blocks.block import stack_blocks
+from jaxkv.models.loader import read_config
 
 NEAR, FAR = Rope(theta=100.0), Rope(theta=10_000.0)
 LOCAL = 2 if NIGHTLY else 1  # such layers in a period
@@ -97,6 +99,45 @@ def test_experts_in_scanned_layers(family, scan, tmp_path):
     tokens = jnp.arange(9, dtype=jnp.int32)[None]
     dense = jax.jit(lambda model: model(tokens)[0])
     np.testing.assert_allclose(dense(scanned), dense(plain), rtol=1e-4, atol=1e-5)
+
+
+def deepen(config, periods, rest):
+    """A config of so many periods and blocks behind them."""
+    blocks, layers = periods * config.period + rest, periods * config.first_layer(config.period)
+    repeat = lambda fields, count: (fields * count)[:count]  # noqa: E731 (of a tuple)
+    size = config.period
+    return dataclasses.replace(
+        config,
+        blocks=repeat(config.blocks[:size], blocks),
+        layers=repeat(config.layers[: config.first_layer(size)], layers + config.first_layer(rest)),
+        ropes=repeat(config.ropes[:size], blocks),
+        expert_layers=repeat(config.expert_layers[:size], blocks if config.experts else 0),
+    )
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h", "qwen3_next", "granitemoehybrid"] if NIGHTLY else ["lfm2"])
+def test_layers_that_keep_a_state(name):
+    """Blocks with a mixer, with attention and a mixer side by side, or with neither."""
+    config = deepen(read_config(DATA / name), 2, 1)
+    plain, scanned = Decoder(config, rngs=nnx.Rngs(0)), Decoder(config, scan="stacked", rngs=nnx.Rngs(0))
+    assert scanned.scan and len(scanned.layers) == config.num_layers % config.period
+    assert not Decoder(config, scan="apart", rngs=nnx.Rngs(0)).scan, "their parameters act within"
+    rng = np.random.default_rng(0)
+    plain = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 0.05, x.shape), x.dtype), plain)
+    for name in ("embed", "norm", "head"):
+        setattr(scanned, name, getattr(plain, name))
+    scanned.layers = plain.layers[scanned.num_stacked :]
+    for j in range(config.period):
+        scanned.stacks[j] = stack_blocks(plain.layers[j : scanned.num_stacked : config.period])
+    for logits, expected in zip(steps(scanned), steps(plain), strict=True):
+        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+    if not NIGHTLY:
+        return
+    tokens = jnp.arange(12, dtype=jnp.int32)[None]
+    dense = jax.jit(lambda model: model(tokens)[0])
+    np.testing.assert_allclose(dense(scanned), dense(plain), rtol=1e-4, atol=1e-5)
+    outputs = [jaxkv.generate(model, [[3, 1, 4], [1, 5]], max_new_tokens=6, longest=16) for model in (plain, scanned)]
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("scan", [True, False, "stacked", "apart"])

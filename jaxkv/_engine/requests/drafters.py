@@ -142,6 +142,11 @@ def read_draft(
         raise ValueError(
             f"draft guesses between steps, so steps_per_dispatch must be 1 with it, not {steps_per_dispatch}."
         )
+    if getattr(model, "scan", False) and any(layer.is_recurrent for layer in model.layer_configs):
+        raise ValueError(
+            "A draft's guesses are taken back in layers that keep a state one by one, but this model scans over its "
+            "layers: make it, or load it, with scan=False, or leave draft out."
+        )
     if isinstance(draft, str):
         if draft != "ngram":
             raise ValueError(f'draft must be a model, "ngram" or None, not {show(draft)}.')

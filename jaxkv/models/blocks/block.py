@@ -1,6 +1,7 @@
 """The blocks of a decoder: attention or a mixer, then an MLP or experts."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -51,13 +52,18 @@ class Block(nnx.Module):
         return [part for part in (self.attention, self.mixer) if part is not None]
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, cache: Cache | None, layer: Any, step: Step | None,
+        self, x: jax.Array, positions: jax.Array, cache: Cache | None, layers: Sequence[Any], step: Step | None,
         deterministic: bool = False, own: jax.Array | None = None,
     ):  # fmt: skip
-        """Computes the block, of which `own` are the layer's own embeddings, in models that have them."""
+        """Computes the block.
+
+        Args:
+          layers: the layers of the cache that `parts` have.
+          own: the block's own embeddings, in models that have them.
+        """
         inputs = self.inputs(x, positions)
         with jax.named_scope("attention"):
-            y, cache = self.attend(inputs, cache, layer, step, deterministic)
+            y, cache = self.attend(inputs, cache, layers, step, deterministic)
         return self.output(x, y, own), cache
 
     def inputs(self, x: jax.Array, positions: jax.Array) -> tuple:
@@ -68,11 +74,11 @@ class Block(nnx.Module):
             return tuple(part.inputs(scaled if part is self.attention else x, positions) for part in self.parts)
 
     def attend(
-        self, inputs: tuple, cache: Cache | None, layer: Any, step: Step | None, deterministic: bool = False
+        self, inputs: tuple, cache: Cache | None, layers: Sequence[Any], step: Step | None, deterministic: bool = False
     ) -> tuple:
         found = []
-        for i, (part, given) in enumerate(zip(self.parts, inputs, strict=True)):
-            y, cache = part.attend(given, cache, layer + i if i else layer, step, deterministic)
+        for part, given, layer in zip(self.parts, inputs, layers, strict=True):
+            y, cache = part.attend(given, cache, layer, step, deterministic)
             found.append(y)
         return tuple(found), cache
 
