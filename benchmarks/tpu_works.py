@@ -218,7 +218,7 @@ def stand_ins(
     start = Scalars(lambda i: (0 if together else work.context) + i * tile)
     limit = Scalars(lambda i: (0 if together else work.context) + (i + 1) * tile)
     first = Scalars(lambda i: i * tile)
-    sights = [number(0), number(work.prefix), number(0), number(work.prefix)] if together else []
+    token_masks = [number(0), number(work.prefix), number(0), number(work.prefix)] if together else []
     if work.rows == 1:
         runs = [block, number(0), Scalars(lambda i: i * page), number(0), number(page), number(work.tokens // page)]
     else:  # a token a row, each at another place of its page
@@ -227,6 +227,6 @@ def stand_ins(
         runs = [block, number(0), token, place, Scalars(lambda i: (i & (page - 1)) + 1), number(work.rows)]
     return {
         "paged_decode": [limits, successors, target, number(steps), block, knobs],
-        "paged_prefill": [number(0), first, start, limit, block, knobs, *sights],
+        "paged_prefill": [number(0), first, start, limit, block, knobs, *token_masks],
         "paged_write": runs,
     }

@@ -17,7 +17,7 @@ import numpy as np
 
 from pallas_kernels import reference
 from pallas_kernels.common.batch import bundle_call
-from pallas_kernels.common.masks import Reach
+from pallas_kernels.common.masks import WindowMask
 from pallas_kernels.common.quantization import FORMATS
 
 
@@ -178,11 +178,11 @@ def hide_unseen(case: Case, inputs: Inputs) -> Inputs:
     """With NaN in all that lies before what the first new token of each row sees by its window or chunk, but for first
     tokens that it sees: blocks that hold nothing else may have been given back, and their entries are those of the null
     block, NaN too."""
-    reach = Reach(case.window, case.chunk)
+    window_mask = WindowMask(case.window, case.chunk)
     kv, tables = np.array(inputs.kv), np.array(inputs.tables)
     kv[0] = np.nan
     for row, (length, new) in enumerate(zip(case.lengths, case.new, strict=True)):
-        unseen = max(int(reach.first(jnp.int32(length - new))), 0)
+        unseen = max(int(window_mask.first(jnp.int32(length - new))), 0)
         kept = case.sink_tokens or 0
         for position in range(kept, unseen):
             kv[tables[row, position // case.block_size], :, :, position % case.block_size] = np.nan

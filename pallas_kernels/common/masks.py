@@ -1,7 +1,7 @@
 """For writers of kernels: which of its row's keys each token sees, without a mask of them all.
 
-A window or a chunk is a `Reach`, a function of a token's position. What goes by the token is a `Sight`: a run of keys,
-as long as its chunk or its span, and among the tokens of a tree a bit for each that stands above it.
+A window or a chunk is a `WindowMask`, a function of a token's position. What goes by the token is a `TokenMask`: a run
+of keys, as long as its chunk or its span, and among the tokens of a tree a bit for each that stands above it.
 """
 
 from typing import NamedTuple
@@ -19,11 +19,11 @@ WORD = 32
 FAR = 2**30
 
 
-class Reach(NamedTuple):
+class WindowMask(NamedTuple):
     """How far back a token sees: the last `window` positions, its own included, or those of its `chunk`, or all. Beside
     a window it may see the first `sink_tokens` of its row.
 
-    >>> int(Reach(window=4).first(jnp.int32(9))), int(Reach(chunk=4).first(jnp.int32(11)))
+    >>> int(WindowMask(window=4).first(jnp.int32(9))), int(WindowMask(chunk=4).first(jnp.int32(11)))
     (6, 8)
     """
 
@@ -46,7 +46,7 @@ class Reach(NamedTuple):
         return position - lax.rem(position, jnp.int32(self.chunk))
 
     @classmethod
-    def of_mask(cls, mask: MaskSpec, capacity: int) -> "Reach":
+    def from_spec(cls, mask: MaskSpec, capacity: int) -> "WindowMask":
         """Returns that of rows of at most so many tokens."""
         return cls(mask.window, mask.chunk, min(mask.sink_tokens or 0, capacity))
 
@@ -60,10 +60,10 @@ class Reach(NamedTuple):
         return None if size is None else size + tokens - 1 + self.sink_tokens
 
 
-ALL = Reach()
+ALL = WindowMask()
 
 
-class Sight(NamedTuple):
+class TokenMask(NamedTuple):
     """One entry per token place, flat: it sees the keys from `first` to `last` and those whose bit is set."""
 
     own: jax.Array  # i32[N]: the token's own place in its row
@@ -83,10 +83,10 @@ class MaskTiles(NamedTuple):
     sure_stop: jax.Array
 
 
-def find_sight(
-    token: Tokens, before: jax.Array, start: jax.Array, longest: int, reach: Reach, tree: jax.Array | None = None,
-    spans: jax.Array | None = None,
-) -> Sight:  # fmt: skip
+def find_token_mask(
+    token: Tokens, before: jax.Array, start: jax.Array, longest: int, window_mask: WindowMask,
+    tree: jax.Array | None = None, spans: jax.Array | None = None,
+) -> TokenMask:  # fmt: skip
     """What the tokens of a step see.
 
     Args:
@@ -99,20 +99,20 @@ def find_sight(
     base = before[token.row]
     if tree is None:
         own = token.position
-        first, last = reach.first(own), own
+        first, last = window_mask.first(own), own
         if spans is not None:
             back, ahead = _run_around(token, spans)
             first, last = jnp.minimum(first, own - back), own + ahead
-        return Sight(own, jnp.maximum(first, 0), last, base, None)
+        return TokenMask(own, jnp.maximum(first, 0), last, base, None)
     found = climb(tree, token, before, start, longest)
-    first, seen = reach.first(base + found.depth), found.ancestors
-    if reach.ends:  # an ancestor stands where its depth says
+    first, seen = window_mask.first(base + found.depth), found.ancestors
+    if window_mask.ends:  # an ancestor stands where its depth says
         nth = jnp.arange(longest, dtype=jnp.int32)[None]
         theirs = found.depth.at[start[token.row][:, None] + nth].get(mode="clip")
-        seen &= reach.covers(base[:, None] + theirs, first[:, None])
-        if reach.sink_tokens:  # there all of the context is seen, and of what follows what the bits say
-            first = jnp.where(base < reach.sink_tokens, 0, first)
-    return Sight(token.position, jnp.maximum(first, 0), base - 1, base, pack(seen))
+        seen &= window_mask.covers(base[:, None] + theirs, first[:, None])
+        if window_mask.sink_tokens:  # there all of the context is seen, and of what follows what the bits say
+            first = jnp.where(base < window_mask.sink_tokens, 0, first)
+    return TokenMask(token.position, jnp.maximum(first, 0), base - 1, base, pack(seen))
 
 
 def drop_empty_rows(batch: PagedBatch) -> PagedBatch:
@@ -121,8 +121,8 @@ def drop_empty_rows(batch: PagedBatch) -> PagedBatch:
     return batch._replace(query_lens=jnp.where(batch.kv_lens > 0, batch.query_lens, 0), query_starts=starts)
 
 
-def see_all(lengths: jax.Array, there: jax.Array) -> MaskTiles:
-    """The sights of tiles of tokens that see all of a row, whatever it holds: of each tile the row's length, and
+def full_masks(lengths: jax.Array, there: jax.Array) -> MaskTiles:
+    """The token_masks of tiles of tokens that see all of a row, whatever it holds: of each tile the row's length, and
     `bool[tiles, tile]`, which tokens there are."""
     last = jnp.where(there, lengths[:, None] - 1, -1)
     stop = jnp.where(there.any(axis=1), lengths, 0)
@@ -151,7 +151,7 @@ def are_runs(token: Tokens, spans: jax.Array) -> jax.Array:
     return jnp.all(~same | (place[1:] == place[:-1] + 1))
 
 
-def sight_refusal(call: Call) -> str | None:
+def mask_refusal(call: Call) -> str | None:
     """Returns why kernels do not take the tree or the spans of a call, or None."""
     tree = call.mask.tree
     if call.options.deterministic and call.mask.spans is not None:
@@ -176,13 +176,13 @@ def pack(bits: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(bits, jnp.int32(1) << jnp.arange(WORD, dtype=jnp.int32), 0), axis=2, dtype=jnp.int32)
 
 
-def cut(sight: Sight, at: jax.Array, there: jax.Array) -> MaskTiles:
-    """The sights of tiles: `i32[tiles, tile]`, each one's tokens, and which of them there are."""
-    at = jnp.clip(at, 0, sight.own.shape[0] - 1)
-    own, first, last, before = (x[at] for x in sight[:4])
+def tile_masks(token_mask: TokenMask, at: jax.Array, there: jax.Array) -> MaskTiles:
+    """The token_masks of tiles: `i32[tiles, tile]`, each one's tokens, and which of them there are."""
+    at = jnp.clip(at, 0, token_mask.own.shape[0] - 1)
+    own, first, last, before = (x[at] for x in token_mask[:4])
     lines = [jnp.where(there, x, nothing) for x, nothing in ((first, 0), (last, -1), (before, 0))]
-    if sight.words is not None:
-        lines += [jnp.where(there, sight.words[at, w], 0) for w in range(sight.words.shape[1])]
+    if token_mask.words is not None:
+        lines += [jnp.where(there, token_mask.words[at, w], 0) for w in range(token_mask.words.shape[1])]
     some = there.any(axis=1)
     ranges = (
         jnp.min(jnp.where(there, first, FAR), axis=1),
@@ -194,12 +194,13 @@ def cut(sight: Sight, at: jax.Array, there: jax.Array) -> MaskTiles:
     return MaskTiles(jnp.stack(lines, axis=1), start, jnp.where(some, jnp.maximum(stop, 1), 0), *sure)
 
 
-def sees(
-    key: jax.Array, first: jax.Array, last: jax.Array, before: jax.Array, words: list[jax.Array], reach: Reach = ALL
+def is_visible(
+    key: jax.Array, first: jax.Array, last: jax.Array, before: jax.Array, words: list[jax.Array],
+    window_mask: WindowMask = ALL,
 ) -> jax.Array:  # fmt: skip
-    """In a kernel: does a token with this sight see the key? Arrays of one shape, or that broadcast. `reach`: that of
-    the tokens, which may see first ones."""
-    seen = reach.covers(key, first) & (key <= last)
+    """Tells in a kernel whether a token with this mask sees the key. Arrays of one shape, or that broadcast.
+    `window_mask`: that of the tokens, which may see first ones."""
+    seen = window_mask.covers(key, first) & (key <= last)
     if not words:
         return seen
     nth = key - before

@@ -1,6 +1,6 @@
 """Attention over chosen tokens: XLA brings each query's rows together in blocks of its own, which the kernels read.
 
-Blocks of the pool hold mostly what nobody chose, and a bulk copy of a single row does not reach the matrix unit's
+Blocks of the pool hold mostly what nobody chose, and a bulk copy of a single row does not window_mask the matrix unit's
 layout of eight. So of each chosen row three times its bytes are moved, whatever the context: read where it lies,
 written, and read again by the kernel. Each query is a row of one new token there.
 """

@@ -7,7 +7,7 @@ combines the items of the rows that were cut.
 
 The operands are swapped: S^T[tile, N] = K q^T and O^T[D, N] = V^T P^T, so that the keys fill the matrix unit's 64 rows
 and the queries of one KV head are the N of 8, 16, 24 or 32, instead of being padded to 64: column c is head
-`c % group` of the row's new token `c // group`. Columns past those hold anything, and reach no other.
+`c % group` of the row's new token `c // group`. Columns past those hold anything, and window_mask no other.
 
 What a thread block must not see is never left to a product with zero, since 0 * NaN is NaN: logits are selected, and
 V's unseen rows are overwritten with zeros in shared memory.
@@ -21,7 +21,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.masks import sees
+from pallas_kernels.common.masks import is_visible
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.dequantize import arrivals, load_scales, slots_and_wide, widen
 from pallas_kernels.gpu.support import kernel_head_dim
@@ -52,7 +52,7 @@ from pallas_kernels.gpu.work_items import UNUSED, WHOLE
 VECTOR = LAYOUT.reduce(0)  # how one value for each column lies in registers
 
 
-def split(operands: Operands, items, into=None, *, num_items, new_tokens, columns, tile: Tile, sight=None):
+def split(operands: Operands, items, into=None, *, num_items, new_tokens, columns, tile: Tile, token_mask=None):
     """Attention of each work item: a range of one row's tiles.
 
     Args:
@@ -62,15 +62,15 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
         arrays, the rest of which holds anything.
       num_items: W.
       new_tokens: tokens of each row, at most: `new_tokens * H // K <= columns`, a multiple of 8.
-      sight: `i32[S, 3 + W, columns]`, what each of a row's queries sees where that does not go by `reach` alone; see
-        `masks.MaskTiles`.
+      token_mask: `i32[S, 3 + W, columns]`, what each of a row's queries sees where that does not go by
+        `window_mask` alone; see `masks.MaskTiles`.
 
     Returns:
       `f32[W, K, E, columns]` and `f32[W, K, columns]`: of each item of a row that was cut the normalised output, and
       the base-2 logarithm of its softmax's denominator; then, if `into` is None, the output and its natural logarithm
       for the rows that were not.
     """
-    q, stored, tables, scalars, reach, soft_cap, interpret, sinks, _ = operands
+    q, stored, tables, scalars, window_mask, soft_cap, interpret, sinks, _ = operands
     kv, kv_scale, format, quantized = stored.kv, stored.scale, stored.format, stored.format.is_quantized
     num_heads, head_dim = q.shape[1], kernel_head_dim(q.shape[2])
     num_rows, num_kv_heads = tables.shape[0], operands.head_parts
@@ -82,12 +82,12 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
         scale_ref, *others = others if quantized else (None, *others)
         (q_s, k_s, v_s, p_s, rows_s, *wide), (q_ready, k_ready, v_ready, k_free, v_free) = scratch
         sinks_ref, *others = (None, *others) if sinks is None else others
-        sight_ref, *others = (None, *others) if sight is None else others
+        mask_ref, *others = (None, *others) if token_mask is None else others
         part_ref, part_lse_ref, out_ref, lse_ref = others if into is None else (*others[2:], *others[:2])
         item, head = lax.axis_index("item"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
         row, start, stop, length, new, place, role = (items_ref[item, i] for i in range(7))
-        first_seen = jnp.maximum(reach.first(length - new), 0) if reach.ends else jnp.int32(0)
+        first_seen = jnp.maximum(window_mask.first(length - new), 0) if window_mask.ends else jnp.int32(0)
         num_tiles = stop - start
         # Copies reach beyond a D that fills no tile: zeros come in, and nothing goes out. An offset that is not known
         # in advance is what lets them.
@@ -98,14 +98,14 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
             position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT) + first
             if new_tokens == 1:  # all see the same: fewer registers
                 seen = position < length
-                return seen & reach.covers(position, first_seen) if reach.ends else seen
-            if sight is not None:
-                lines = [load_wide(sight_ref.at[row, i], shape, 1) for i in range(sight.shape[1])]
-                return sees(position, *lines[:3], lines[3:], reach)
+                return seen & window_mask.covers(position, first_seen) if window_mask.ends else seen
+            if token_mask is not None:
+                lines = [load_wide(mask_ref.at[row, i], shape, 1) for i in range(token_mask.shape[1])]
+                return is_visible(position, *lines[:3], lines[3:], window_mask)
             token = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT), jnp.int32(group))
             last = length - new + token
             seen = (position <= last) & (token < new)
-            return seen & reach.covers(position, reach.first(last)) if reach.ends else seen
+            return seen & window_mask.covers(position, window_mask.first(last)) if window_mask.ends else seen
 
         @pl.when((warpgroup == 0) & (role != UNUSED))
         def consume():
@@ -123,7 +123,9 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
             def step(i, carry):
                 acc, m, total = carry
                 slot = lax.rem(i, jnp.int32(stages))
-                first = tile_at(start + i, first_seen, reach, tokens) * tokens  # the position of the tile's first token
+                first = (
+                    tile_at(start + i, first_seen, window_mask, tokens) * tokens
+                )  # the position of the tile's first token
                 plgpu.barrier_wait(k_ready.at[slot])
                 keys, values = k_s.at[slot], v_s.at[slot]
                 if quantized:
@@ -162,7 +164,7 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
 
                     @pl.when((first < first_seen) | (first + tokens > length))
                     def _():
-                        sinks = reach.sink_tokens - first if reach.sink_tokens else None
+                        sinks = window_mask.sink_tokens - first if window_mask.sink_tokens else None
                         select_seen_values(values, first_seen - first, length - first, sinks)
 
                 plgpu.commit_smem()
@@ -200,7 +202,7 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
         def produce():
             fetch(
                 kv_ref, tables_ref, Walk(row, operands.kv_head(head), start, num_tiles, first_seen, length),
-                tile, reach,
+                tile, window_mask,
                 (Ring(k_s, k_ready, k_free), Ring(v_s, v_ready, v_free, values=1)), in_warps=not varies(kv),
                 scales=(scale_ref, wide[2]) if quantized else None,
             )  # fmt: skip
@@ -226,7 +228,7 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
     )
     if into is None:
         outputs = (*outputs, shape(q.shape, q.dtype), shape((num_rows, num_kv_heads, columns), jnp.float32))
-    optional = (x for x in (kv_scale, sinks, sight) if x is not None)
+    optional = (x for x in (kv_scale, sinks, token_mask) if x is not None)
     return plgpu.kernel(
         paged_decode_split, out_type=outputs,
         grid=(num_items, num_kv_heads), grid_names=("item", "head"), num_threads=2, thread_name="warpgroup",

@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.masks import sees
+from pallas_kernels.common.masks import is_visible
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
@@ -55,7 +55,7 @@ ROW = LAYOUT.reduce(1)  # how one value for each query lies in registers
 
 def split(
     operands: Operands, items, into=None, *, num_items, new_tokens, tile: Tile, some_cut: bool, by_item: bool = False,
-    sight=None,
+    token_mask=None,
 ):  # fmt: skip
     """Attention of each work item: a range of one row's tiles, for some of its new tokens.
 
@@ -71,15 +71,15 @@ def split(
       new_tokens: tokens of an item, at most: `new_tokens * h <= 64`.
       some_cut: whether items may be parts.
       by_item: each item has tokens of its own, of which only those there are are written.
-      sight: `i32[S, 3 + W, 64]`, what each query sees, where that does not go by `reach` alone; see `MaskTiles`. If
-        `by_item` `i32[W // C, ..]`, of C items each, one after another.
+      token_mask: `i32[S, 3 + W, 64]`, what each query sees, where that does not go by `window_mask` alone; see
+        `MaskTiles`. If `by_item` `i32[W // C, ..]`, of C items each, one after another.
 
     Returns:
       `f32[W, H // h, rank, 64]` and `f32[W, H // h, 64]`: of each item that is a part the normalised output, and the
       base-2 logarithm of its softmax's denominator; None and None if there are none. Then, if `into` is None, of the
       others the output, `[N, H, rank]`, and its natural logarithm, `f32[S, H // h, 64]`, or `[W, ..]` if `by_item`.
     """
-    q, stored, tables, scalars, reach, soft_cap, interpret, sinks, _ = operands
+    q, stored, tables, scalars, window_mask, soft_cap, interpret, sinks, _ = operands
     kv, rank = stored.kv, stored.latent_rank
     assert rank is not None
     (num_tokens, num_heads, _), width = q.shape, kernel_head_dim(q.shape[2])
@@ -89,7 +89,7 @@ def split(
 
     def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, *others, scratch):
         sinks_ref, *others = (None, *others) if sinks is None else others
-        sight_ref, *others = (None, *others) if sight is None else others
+        mask_ref, *others = (None, *others) if token_mask is None else others
         if into is not None:  # references come before what is new
             others = [*others[2:], *others[:2]]
         part_ref, part_lse_ref, out_ref, lse_ref = others if some_cut else (None, None, *others)
@@ -108,30 +108,30 @@ def split(
         def work():
             """The item, for each role by itself: what they derive from one reading would be spilled between them."""
             row, start, stop, length, new, place, role = (items_ref[anew(item), i] for i in range(7))
-            first_seen = jnp.maximum(reach.first(length - new), 0) if reach.ends else jnp.int32(0)
+            first_seen = jnp.maximum(window_mask.first(length - new), 0) if window_mask.ends else jnp.int32(0)
             return row, start, stop - start, length, new, place, role, first_seen
 
         def at(start, i, first_seen):
             """The slot of a tile, and the position of its first token."""
-            return lax.rem(i, jnp.int32(stages)), tile_at(start + i, first_seen, reach, tokens) * tokens
+            return lax.rem(i, jnp.int32(stages)), tile_at(start + i, first_seen, window_mask, tokens) * tokens
 
         def seen_by_query(shape, row, first, length, new):
             position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT) + first
-            if sight is not None:
-                of = lax.div(anew(item), jnp.int32(num_items // sight.shape[0])) if by_item else row
-                lines = [load_wide(sight_ref.at[of, i], shape, 0) for i in range(sight.shape[1])]
+            if token_mask is not None:
+                of = lax.div(anew(item), jnp.int32(num_items // token_mask.shape[0])) if by_item else row
+                lines = [load_wide(mask_ref.at[of, i], shape, 0) for i in range(token_mask.shape[1])]
                 lines = [plgpu.layout_cast(line, LAYOUT) for line in lines]  # or the search for layouts takes minutes
-                return sees(position, *lines[:3], lines[3:], reach)
+                return is_visible(position, *lines[:3], lines[3:], window_mask)
             token = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT), jnp.int32(at_once))
             last = length - new + token
             seen = (position <= last) & (token < new)
-            return seen & reach.covers(position, reach.first(last)) if reach.ends else seen
+            return seen & window_mask.covers(position, window_mask.first(last)) if window_mask.ends else seen
 
         def partly_seen(first, length, new):
             """Does some token not see all of a tile?"""
             partly = first + (tokens - 1) > length - new
-            if reach.ends:
-                partly |= first < reach.first(length - 1)
+            if window_mask.ends:
+                partly |= first < window_mask.first(length - 1)
             if new_tokens > 1 and not by_item:  # those that are none see nothing, and are written
                 partly |= new < new_tokens
             return partly
@@ -168,7 +168,7 @@ def split(
                 def select_seen(s, first=first):
                     return jnp.where(seen_by_query(s.shape, row, first, length, new), s, -jnp.inf)
 
-                if sight is not None:
+                if token_mask is not None:
                     s = select_seen(s)
                 else:
                     s = lax.cond(partly_seen(first, length, new), select_seen, lambda s: s, s)
@@ -224,7 +224,7 @@ def split(
 
                 @pl.when((first < first_seen) | (first + tokens > length))
                 def _():  # the product with the keys is done
-                    first_tokens = reach.sink_tokens - first if reach.sink_tokens else None
+                    first_tokens = window_mask.sink_tokens - first if window_mask.sink_tokens else None
                     select_seen_values(values, first_seen - first, length - first, first_tokens)
                     plgpu.commit_smem()
 
@@ -274,7 +274,7 @@ def split(
             plgpu.set_max_registers(REGISTERS["produce"], action="decrease")
             row, start, num_tiles, length, *_, first_seen = work()
             fetch(
-                kv_ref, tables_ref, Walk(row, 0, start, num_tiles, first_seen, length), tile, reach,
+                kv_ref, tables_ref, Walk(row, 0, start, num_tiles, first_seen, length), tile, window_mask,
                 (Ring(rows_s, ready, free),), in_warps=operands.is_uniform,
             )  # fmt: skip
 
@@ -306,7 +306,7 @@ def split(
         outputs += (shape((num_tokens, num_heads, rank), q.dtype),)
         outputs += (shape((lines, head_tiles, QUERY_ROWS), jnp.float32),)
     rows = q.reshape(-1, q.shape[2])
-    optional = (x for x in (sinks, sight) if x is not None)
+    optional = (x for x in (sinks, token_mask) if x is not None)
     made = plgpu.kernel(
         run, out_type=outputs, grid=(num_items, head_tiles), grid_names=("item", "head"),
         num_threads=PRODUCER + 1, thread_name="warpgroup",

@@ -27,7 +27,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.masks import sees
+from pallas_kernels.common.masks import is_visible
 from pallas_kernels.gpu.dequantize import arrivals, settle_scales, slots_and_wide, widen
 from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
@@ -93,28 +93,28 @@ def tokens_of(group: int) -> int:
     return HALF // group
 
 
-def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
+def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=None):
     """Causal attention of each work item: consecutive tokens of one row of the table, at most `tokens_of(group)` for
     each of the `halves` of `divide`: n.
 
     Args:
       operands: sinks as `f32[K, 64]`, for each of a consumer's query rows if C is 1.
-      items: `i32[W, C, 7]`, of C chunks of the context each; see `work_items.prefill_items`. With `sight`
+      items: `i32[W, C, 7]`, of C chunks of the context each; see `work_items.prefill_items`. With `token_mask`
         `i32[W, C, 9]`: in the place of the tokens' positions the first that any of them sees and the one to stop
         before, and at the end the same of what all of them see.
       holes: `i32[W, n, 2]`, see `work.bits`: which of the step's tokens belong to no row, `tokens_of(group)` to a
         half, in the step's order. If C is 1: their output is 0.
       plan: which ways of `tuning.PrefillPlan` to go. `in_turns` and `ahead` not for a quantized pool, whose tiles both
         consumers widen together, nor where consumers have columns of their own.
-      sight: `i32[W, 3 + words, n * 64]`, what each query row sees, where more does; see `MaskTiles`. Then `reach` says
-        only which first tokens are seen.
+      token_mask: `i32[W, 3 + words, n * 64]`, what each query row sees, where more does; see `MaskTiles`. Then
+        `window_mask` says only which first tokens are seen.
 
     Returns:
       If C is 1, `[N, H, D]` in q's dtype, where tokens of rows without an item hold anything; else of each chunk
       `[W * C, K, n, 64, E]`, not written without tiles. And the natural logarithm of the softmax's denominator,
       `f32[W * C, K, n * 64]`.
     """
-    q, stored, tables, scalars, reach, soft_cap, interpret, sinks, _ = operands
+    q, stored, tables, scalars, window_mask, soft_cap, interpret, sinks, _ = operands
     kv, kv_scale, format, quantized = stored.kv, stored.scale, stored.format, stored.format.is_quantized
     tile, weights_in_registers, in_turns, ahead = (
         plan.tile, plan.weights_in_registers, plan.in_turns, plan.ahead
@@ -131,7 +131,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
 
     def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, *others, scratch):
         scale_ref, *others = others if quantized else (None, *others)
-        sight_ref, *others = (None, *others) if sight is None else others
+        mask_ref, *others = (None, *others) if token_mask is None else others
         sinks_ref, holes_ref, out_ref, lse_ref = (None, *others) if sinks is None else others
         ((rows_s, q_s), k_s, v_s, p_s, lse_s, *wide), (q_ready, *barriers) = scratch
         k_ready, v_ready, k_free, v_free, v_selected, turn, together, *widened = barriers
@@ -141,10 +141,10 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
         def work():
             """The item, for each role by itself: what both derive from one reading would be spilled between them."""
             row, first_token, stop, start, end = (items_ref[anew(item), i] for i in range(5))
-            if sight is not None:
+            if token_mask is not None:
                 first_seen = first_token
             else:
-                first_seen = jnp.maximum(reach.first(first_token), 0) if reach.ends else jnp.int32(0)
+                first_seen = jnp.maximum(window_mask.first(first_token), 0) if window_mask.ends else jnp.int32(0)
             num_tiles = end - start
             return row, first_token, stop, first_seen, start, num_tiles
 
@@ -197,7 +197,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
 
         def first_of(part, i):
             """The position of a tile's first token."""
-            return tile_at(part.start + i, part.first_seen, reach, tokens) * tokens
+            return tile_at(part.start + i, part.first_seen, window_mask, tokens) * tokens
 
         def ready_keys(i):
             slot = slot_of(i)
@@ -242,7 +242,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
 
             @pl.when((first < part.first_seen) | (first + tokens > part.stop))
             def _():
-                sinks = reach.sink_tokens - first if reach.sink_tokens else None
+                sinks = window_mask.sink_tokens - first if window_mask.sink_tokens else None
                 seen = part.first_seen - first, part.stop - first, sinks
                 if by_columns:
                     select_seen_values(values, *seen)
@@ -256,19 +256,19 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
             return values
 
         def select_seen(part, first, s):
-            if sight is not None:
+            if token_mask is not None:
                 key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT) + first
                 here = lax.div(anew(item), jnp.int32(chunks)), pl.ds(half() * HALF, HALF)
-                lines = [load_wide(sight_ref.at[here[0], i, here[1]], s.shape, 0) for i in range(sight.shape[1])]
-                return jnp.where(sees(key, *lines[:3], lines[3:], reach), s, -jnp.inf)
+                lines = [load_wide(mask_ref.at[here[0], i, here[1]], s.shape, 0) for i in range(token_mask.shape[1])]
+                return jnp.where(is_visible(key, *lines[:3], lines[3:], window_mask), s, -jnp.inf)
             # Which of the tile's columns each row sees, for keys counted from the row's first would be spilled.
             query = lax.rem(plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=LAYOUT.reduce(1)), jnp.int32(own))
             query = jnp.minimum(query + (half() * own + part.first_token), part.stop - 1)
             column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT)
             seen = column <= lax.broadcast_in_dim(query - first, s.shape, [0])
-            if reach.ends:
-                near = column >= lax.broadcast_in_dim(reach.first(query) - first, s.shape, [0])
-                seen &= near | (column < reach.sink_tokens - first) if reach.sink_tokens else near
+            if window_mask.ends:
+                near = column >= lax.broadcast_in_dim(window_mask.first(query) - first, s.shape, [0])
+                seen &= near | (column < window_mask.sink_tokens - first) if window_mask.sink_tokens else near
             return jnp.where(seen, s, -jnp.inf)
 
         def softmax(part, i, s, m, total):
@@ -280,12 +280,12 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
                 s = s * lax.broadcast_in_dim(scales(slot, 0), s.shape, [1])
             s = logits_base2(s, part.scale, part.cap if soft_cap else None)
             # Does some token of the item not see all of the tile?
-            if sight is not None:
+            if token_mask is not None:
                 partly_seen = (first < items_ref[anew(item), 7]) | (first + tokens > items_ref[anew(item), 8])
             else:
                 partly_seen = first + (tokens - 1) > part.first_token
-                if reach.ends:
-                    partly_seen |= first < reach.first(part.stop - 1)
+                if window_mask.ends:
+                    partly_seen |= first < window_mask.first(part.stop - 1)
             s = lax.cond(partly_seen, functools.partial(select_seen, part, first), lambda s: s, s)
             m, old = jnp.maximum(m, s.max(axis=1)), m
             safe = safe_maximum(m)
@@ -512,8 +512,8 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
             if by_columns:
                 rings.append(values._replace(first_slot=stages, first_column=width))
             fetch(
-                kv_ref, tables_ref, Walk(row, operands.kv_head(head), start, num_tiles, first_seen, stop), tile, reach,
-                rings, in_warps=not varies(kv), scales=(scale_ref, wide[2]) if quantized else None,
+                kv_ref, tables_ref, Walk(row, operands.kv_head(head), start, num_tiles, first_seen, stop), tile,
+                window_mask, rings, in_warps=not varies(kv), scales=(scale_ref, wide[2]) if quantized else None,
             )  # fmt: skip
 
     def paged_prefill(*refs):  # the name that profiles and dumps show
@@ -548,7 +548,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
 
     out = q.shape if chunks == 1 else (num_items, num_kv_heads, halves, HALF, CONSUMERS * width // halves)
-    optional = (x for x in (kv_scale, sight, sinks) if x is not None)
+    optional = (x for x in (kv_scale, token_mask, sinks) if x is not None)
     return plgpu.kernel(
         paged_prefill,
         out_type=(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
-from pallas_kernels.common.masks import Reach, Sight, cut, drop_empty_rows, find_sight
+from pallas_kernels.common.masks import TokenMask, WindowMask, drop_empty_rows, find_token_mask, tile_masks
 from pallas_kernels.common.ragged_layout import Tokens, default_offsets, locate
 from pallas_kernels.gpu import decode, latent, prefill, tuning, work_items as work
 from pallas_kernels.gpu.support import kernel_head_dim
@@ -23,7 +23,7 @@ class DecodeRows(NamedTuple):
     query_lens: jax.Array  # i32[S]
     start: jax.Array  # i32[S]: where each row's tokens begin
     token: Tokens  # where each of the N belongs
-    sight: Sight | None
+    token_mask: TokenMask | None
     deterministic: bool
 
 
@@ -70,16 +70,16 @@ def attend(
         start = default_offsets(query_lens) if query_starts is None else query_starts
     operands = Operands(
         q, stored, tables, logit_scalars(options.logit_scale(head_dim), options.soft_cap),
-        Reach.of_mask(mask, capacity), options.soft_cap is not None, interpret, sinks, split.parts,
+        WindowMask.from_spec(mask, capacity), options.soft_cap is not None, interpret, sinks, split.parts,
     )  # fmt: skip
-    sight = None
+    token_mask = None
     if width > 1 and mask.by_token:
         tree, spans = (None if x is None else x.reshape(-1) for x in (mask.tree, mask.spans))
-        sight = find_sight(token, kv_lens - query_lens, start, width, operands.reach, tree, spans)
+        token_mask = find_token_mask(token, kv_lens - query_lens, start, width, operands.window_mask, tree, spans)
     elif width > 1 and not causal:
         last = kv_lens[token.row] - 1  # all of the row
-        sight = Sight(last, jnp.zeros_like(last), last, jnp.zeros_like(last), None)
-    rows = DecodeRows(kv_lens, query_lens, start, token, sight, deterministic)
+        token_mask = TokenMask(last, jnp.zeros_like(last), last, jnp.zeros_like(last), None)
+    rows = DecodeRows(kv_lens, query_lens, start, token, token_mask, deterministic)
 
     if len(token_axes) == 2 and split.can_decode(width, deterministic=deterministic):
         out, lse = _decode_rows(operands, rows._replace(kv_lens=held), width, None, width, None)
@@ -99,7 +99,7 @@ def attend(
             least, out, lse = 2, jnp.zeros_like(q[..., :rank]), jnp.full(q.shape[:-1], -jnp.inf)
         if least == 2:
             place = width if len(token_axes) == 2 else start
-            alone = rows._replace(kv_lens=held, sight=None)
+            alone = rows._replace(kv_lens=held, token_mask=None)
             out, alone_lse = _decode_rows(operands, alone, place, q.shape[0], 1, out)
             lse = jnp.where(
                 (seen & (query_lens[token.row] == 1))[:, None], alone_lse.reshape(num_rows, -1)[token.row], lse
@@ -129,10 +129,10 @@ def _drop_padded_heads(x, axis: int, num_kv_heads: int, group: int):
     return x.reshape(*x.shape[:axis], num_kv_heads * group, *x.shape[axis + 2 :])
 
 
-def tiles_of_a_row(capacity: int, reach: Reach, new_tokens: int, tile_tokens: int) -> int:
+def tiles_of_a_row(capacity: int, window_mask: WindowMask, new_tokens: int, tile_tokens: int) -> int:
     """At most, of a row with room for so many tokens, that so many consecutive ones see."""
-    most, seen = -(-capacity // tile_tokens), reach.most(new_tokens)
-    return most if seen is None else min(most, -(-seen // tile_tokens) + 1 + (reach.sink_tokens > 0))
+    most, seen = -(-capacity // tile_tokens), window_mask.most(new_tokens)
+    return most if seen is None else min(most, -(-seen // tile_tokens) + 1 + (window_mask.sink_tokens > 0))
 
 
 def _decode_rows(operands: Operands, rows: DecodeRows, place, alone_of: int | None, new_tokens: int, into):
@@ -148,8 +148,8 @@ def _decode_rows(operands: Operands, rows: DecodeRows, place, alone_of: int | No
       has it where it is None, and the LSE `f32[S, K, new_tokens * group]`, K of latent rows the tiles of heads; 0 and
       -inf for tokens that see nothing. Rows not taken have any LSE.
     """
-    q, stored, tables, _, reach, _, interpret, sinks, _ = operands
-    kv, rank, (_, new, start, token, sight, deterministic) = stored.kv, stored.latent_rank, rows
+    q, stored, tables, _, window_mask, _, interpret, sinks, _ = operands
+    kv, rank, (_, new, start, token, token_mask, deterministic) = stored.kv, stored.latent_rank, rows
     num_rows, num_kv_heads, block_size = tables.shape[0], operands.head_parts, kv.shape[3]
     if rank is not None:  # tiles of heads, all of the one KV head
         num_kv_heads = q.shape[1] // latent.heads_at_once(q.shape[1])
@@ -160,21 +160,21 @@ def _decode_rows(operands: Operands, rows: DecodeRows, place, alone_of: int | No
         split = functools.partial(decode.split, columns=columns)
     else:
         columns, plan = latent.QUERY_ROWS, tuning.latent_plan(kernel_head_dim(q.shape[2]))
-    most_tiles = tiles_of_a_row(tables.shape[1] * block_size, reach, new_tokens, plan.tile.tokens)
+    most_tiles = tiles_of_a_row(tables.shape[1] * block_size, window_mask, new_tokens, plan.tile.tokens)
     items, num_items, most_cut = work.decode_items(
         rows.kv_lens, new, place,
         work.Cutting(
-            tables.shape[1] * block_size, reach, plan.tile.tokens, -(-plan.num_blocks // num_kv_heads), most_tiles,
-            plan.waves, deterministic,
+            tables.shape[1] * block_size, window_mask, plan.tile.tokens, -(-plan.num_blocks // num_kv_heads),
+            most_tiles, plan.waves, deterministic,
         ),
         alone_of=alone_of, interpret=interpret,
     )  # fmt: skip
     if rank is not None:
         split = functools.partial(latent.split, some_cut=most_cut > 0)
     lines = None
-    if sight is not None:  # for each token's heads the same
+    if token_mask is not None:  # for each token's heads the same
         nth = jnp.arange(new_tokens, dtype=jnp.int32)[None]
-        tiles = cut(sight, start[:, None] + nth, nth < new[:, None])
+        tiles = tile_masks(token_mask, start[:, None] + nth, nth < new[:, None])
         lines = jnp.repeat(tiles.tokens, q.shape[1] // num_kv_heads, axis=2)
         lines = jnp.pad(lines, ((0, 0), (0, 0), (0, columns - used)))
     if sinks is not None:  # for each token its heads'
@@ -185,7 +185,7 @@ def _decode_rows(operands: Operands, rows: DecodeRows, place, alone_of: int | No
         refs = jax.new_ref(into), jax.new_ref(jnp.zeros((num_rows, num_kv_heads, columns), jnp.float32))
     part, part_lse, *new_arrays = split(
         operands._replace(sinks=sinks), items, refs, num_items=num_items, new_tokens=new_tokens, tile=plan.tile,
-        sight=lines,
+        token_mask=lines,
     )  # fmt: skip
     if in_place and most_cut:
         refs = refs or tuple(map(jax.new_ref, new_arrays))
@@ -213,21 +213,22 @@ def _prefill_items(operands: Operands, rows: DecodeRows, least: int, *, item_tok
     of `num_heads`.
 
     Returns:
-      `work.prefill_items`' items and sights; and of each token its item and which one of its tokens it is, `i32[N]`.
+      `work.prefill_items`' items and token masks; and of each token its item and which one of its tokens it is,
+      `i32[N]`.
     """
-    lengths, new, start, token, sight, deterministic = rows
-    reach, capacity = operands.reach, operands.tables.shape[1] * operands.stored.kv.shape[3]
+    lengths, new, start, token, token_mask, deterministic = rows
+    window_mask, capacity = operands.window_mask, operands.tables.shape[1] * operands.stored.kv.shape[3]
     num_tokens = token.row.shape[0]
     num_rows = min(new.shape[0], num_tokens // least)
     num_items = (num_tokens - num_rows) // item_tokens + num_rows  # as many as these can have at the most
-    most_tiles = tiles_of_a_row(capacity, reach, item_tokens, tile_tokens)
+    most_tiles = tiles_of_a_row(capacity, window_mask, item_tokens, tile_tokens)
     chunks = 1 if deterministic else tuning.prefill_chunks(num_items * num_heads, most_tiles)
-    items, first_item, place, sights = work.prefill_items(
-        lengths, new, start, reach, item_tokens, num_items, tile_tokens, chunks, sight
+    items, first_item, place, token_masks = work.prefill_items(
+        lengths, new, start, window_mask, item_tokens, num_items, tile_tokens, chunks, token_mask
     )
     nth = jnp.where(token.valid, token.position - (lengths - new)[token.row], 0)
     item = place[jnp.clip(first_item[token.row] + nth // item_tokens, 0, num_items - 1)]
-    return items, sights, item, nth % item_tokens
+    return items, token_masks, item, nth % item_tokens
 
 
 def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
@@ -244,13 +245,13 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
     plan = tuning.prefill_plan(kernel_head_dim(head_dim), kv.shape[3], kv.dtype.itemsize)
     division, own = prefill.divide(kernel_head_dim(head_dim)), prefill.tokens_of(group)
     halves, item_tokens = division.halves, division.halves * own
-    items, sights, item, nth = _prefill_items(
+    items, token_masks, item, nth = _prefill_items(
         operands, rows, least, item_tokens=item_tokens, tile_tokens=plan.tile.tokens, num_heads=num_kv_heads,
     )  # fmt: skip
     num_items, chunks = items.shape[:2]
-    if sights is not None:  # for each head the same
-        sights = _as_query_rows(sights.reshape(*sights.shape[:2], halves, 1, own), group)
-        sights = sights.reshape(*sights.shape[:2], halves * prefill.HALF)
+    if token_masks is not None:  # for each head the same
+        token_masks = _as_query_rows(token_masks.reshape(*token_masks.shape[:2], halves, 1, own), group)
+        token_masks = token_masks.reshape(*token_masks.shape[:2], halves * prefill.HALF)
     of_rows = None
     if sinks is not None and chunks == 1:
         of_rows = _as_query_rows(sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1), group)
@@ -261,9 +262,9 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
         operands._replace(sinks=of_rows), items, holes,
         tuning.PrefillPlan(
             plan.tile, plan.weights_in_registers and interpret is None, plan.in_turns and not alone,
-            plan.ahead and not alone and sights is None,  # whose masks take the registers
+            plan.ahead and not alone and token_masks is None,  # whose masks take the registers
         ),
-        sight=sights,
+        token_mask=token_masks,
     )  # fmt: skip
 
     def of_tokens(x):
@@ -288,21 +289,23 @@ def _prefill_latent(operands: Operands, rows: DecodeRows, least: int):
     group = latent.heads_at_once(num_heads)
     head_tiles, item_tokens = num_heads // group, latent.QUERY_ROWS // group
     plan = tuning.latent_plan(kernel_head_dim(head_dim))
-    items, sights, item, nth = _prefill_items(
+    items, token_masks, item, nth = _prefill_items(
         operands, rows, least, item_tokens=item_tokens, tile_tokens=plan.tile.tokens, num_heads=head_tiles,
     )  # fmt: skip
-    (num_items, chunks, _), reach = items.shape, operands.reach
-    if sights is not None:
-        reach = Reach(1, None, operands.reach.sink_tokens)  # what is seen begins at the first position itself
-        sights = jnp.repeat(sights, group, axis=2)
-        sights = jnp.pad(sights, ((0, 0), (0, 0), (0, latent.QUERY_ROWS - item_tokens * group)))
+    (num_items, chunks, _), window_mask = items.shape, operands.window_mask
+    if token_masks is not None:
+        window_mask = WindowMask(
+            1, None, operands.window_mask.sink_tokens
+        )  # what is seen begins at the first position itself
+        token_masks = jnp.repeat(token_masks, group, axis=2)
+        token_masks = jnp.pad(token_masks, ((0, 0), (0, 0), (0, latent.QUERY_ROWS - item_tokens * group)))
     row, first_token, stop, first, last, at, count = (items[..., i] for i in range(7))
     role = jnp.where(count > 0, work.PART if chunks > 1 else work.WHOLE, work.UNUSED)
     lines = (row, first, last, stop, stop - first_token, at, role, count)
     part, part_lse, out, lse = latent.split(
-        operands._replace(sinks=None, reach=reach), jnp.stack(lines, axis=2).reshape(-1, len(lines)),
+        operands._replace(sinks=None, window_mask=window_mask), jnp.stack(lines, axis=2).reshape(-1, len(lines)),
         num_items=num_items * chunks, new_tokens=item_tokens, tile=plan.tile, some_cut=chunks > 1, by_item=True,
-        sight=sights,
+        token_mask=token_masks,
     )  # fmt: skip
 
     def of_tokens(x):

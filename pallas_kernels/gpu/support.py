@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.batch import Call
-from pallas_kernels.common.masks import sight_refusal
+from pallas_kernels.common.masks import mask_refusal
 from pallas_kernels.gpu.chosen_tokens import MOST_BYTES, count_bytes, describe_rows
 from pallas_kernels.gpu.dequantize import SCALES_AT_ONCE
 from pallas_kernels.gpu.work_items import MOST_ROWS
@@ -57,7 +57,7 @@ def unsupported(op: str, call: Call) -> str | None:
         )
     if tables is not None and (rows := tables.shape[0]) > MOST_ROWS:
         return f"The gpu kernels plan steps of at most {MOST_ROWS} rows, not {rows}; take fewer, or {FALLBACK}."
-    return find_chip_refusal() or sight_refusal(call)
+    return find_chip_refusal() or mask_refusal(call)
 
 
 def find_chip_refusal() -> str | None:

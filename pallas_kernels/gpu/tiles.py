@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.batch import StoredKV
-from pallas_kernels.common.masks import Reach
+from pallas_kernels.common.masks import WindowMask
 
 InterpretParams = plgpu.InterpretGPUParams | None
 
@@ -30,7 +30,7 @@ class Operands(NamedTuple):
     stored: StoredKV  # D' of the pool at least the multiple of 64 that D fits in: E; scales of float32
     tables: jax.Array  # i32[S, M]
     scalars: jax.Array  # f32[2], see `logits_base2`
-    reach: Reach  # how far back tokens see, where a `sight` does not say more
+    window_mask: WindowMask  # how far back tokens see, where a `token_mask` does not say more
     soft_cap: bool
     interpret: InterpretParams
     sinks: jax.Array | None = None  # one more logit in each softmax's denominator
@@ -74,24 +74,24 @@ class Tile:
         return self.tokens // self.piece(block_size)
 
 
-def sink_tiles(reach: Reach, tokens: int) -> int:
+def sink_tiles(window_mask: WindowMask, tokens: int) -> int:
     """Tiles of a row's first tokens, where a window leaves them to be seen."""
-    return -(-reach.sink_tokens // tokens)
+    return -(-window_mask.sink_tokens // tokens)
 
 
-def walk_from(tile, reach: Reach, tokens: int):
+def walk_from(tile, window_mask: WindowMask, tokens: int):
     """Where a walk over a row begins whose window begins in this tile. Tiles of first tokens are walked as if they
     stood right before it: what lies between is no part of the walk."""
-    before = sink_tiles(reach, tokens)
+    before = sink_tiles(window_mask, tokens)
     return jnp.maximum(tile - before, 0) if before else tile
 
 
-def tile_at(place, first_seen, reach: Reach, tokens: int):
+def tile_at(place, first_seen, window_mask: WindowMask, tokens: int):
     """Which tile stands at a place of the walk whose window begins at `first_seen`."""
-    if not reach.sink_tokens:
+    if not window_mask.sink_tokens:
         return place
-    nth = place - walk_from(lax.div(first_seen, jnp.int32(tokens)), reach, tokens)
-    return jnp.where(nth < sink_tiles(reach, tokens), nth, place)
+    nth = place - walk_from(lax.div(first_seen, jnp.int32(tokens)), window_mask, tokens)
+    return jnp.where(nth < sink_tiles(window_mask, tokens), nth, place)
 
 
 def probe(interpret: InterpretParams, *operands) -> None:
@@ -153,7 +153,7 @@ class Ring(NamedTuple):
 
 
 def fetch(
-    kv_ref, tables_ref, walk: Walk, tile: Tile, reach: Reach, rings: Sequence[Ring], *, in_warps, scales=None
+    kv_ref, tables_ref, walk: Walk, tile: Tile, window_mask: WindowMask, rings: Sequence[Ring], *, in_warps, scales=None
 ) -> None:
     """The producer: copy tiles `start`, `start + 1`, ... of a row's K and V into a ring of slots each, or of V's
     columns into several; of latent rows into one.
@@ -182,10 +182,10 @@ def fetch(
             slot = lax.rem(i, jnp.int32(stages))
             places = []
             for j in range(tile.pieces(block_size)):  # before the wait for a free slot, which hides the reads' latency
-                place = tile_at(start + i, first_seen, reach, tile.tokens) * (tile.tokens // piece) + j
+                place = tile_at(start + i, first_seen, window_mask, tile.tokens) * (tile.tokens // piece) + j
                 least = low
-                if reach.sink_tokens:
-                    least = jnp.where(place <= (reach.sink_tokens - 1) // piece, place, low)
+                if window_mask.sink_tokens:
+                    least = jnp.where(place <= (window_mask.sink_tokens - 1) // piece, place, low)
                 place = jnp.clip(place, least, high) * piece
                 block = tables_ref[row, lax.div(place, jnp.int32(block_size))]
                 offset = 0 if block_size == piece else lax.rem(place, jnp.int32(block_size))

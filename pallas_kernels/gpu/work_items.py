@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.masks import Reach, Sight, cut
+from pallas_kernels.common.masks import TokenMask, WindowMask, tile_masks
 from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams, store, walk_from
 
 WAVES = 4  # full loads of the chip to cut decode into, so that the last one, partly filled, costs little
@@ -54,7 +54,7 @@ class Cutting(NamedTuple):
     """How `decode_items` cuts rows."""
 
     capacity: int  # tokens that a row's table has room for: no more of its length counts
-    reach: Reach
+    window_mask: WindowMask
     tile_tokens: int
     wave: int  # the number of items that fill the chip once
     most_tiles: int  # of a row, as its table allows
@@ -86,7 +86,7 @@ def decode_items(
         rows there are.
       num_items, most_cut: W, of `decode_capacity`; and rows in parts, at most.
     """
-    capacity, reach, tile_tokens, wave, most_tiles, waves, deterministic = cutting
+    capacity, window_mask, tile_tokens, wave, most_tiles, waves, deterministic = cutting
     num_rows = lengths.shape[0]
     waves = waves or WAVES
     num_items, most = decode_capacity(num_rows, wave, most_tiles, waves)
@@ -122,8 +122,12 @@ def decode_items(
             if alone_of is not None:
                 taken = taken & (count == 1) & (begin >= 0) & (begin < alone_of)
             zero = jnp.zeros_like(length)
-            first = lax.div(jnp.maximum(reach.first(length - count), 0), jnp.int32(tile_tokens)) if reach.ends else zero
-            first = walk_from(first, reach, tile_tokens)
+            first = (
+                lax.div(jnp.maximum(window_mask.first(length - count), 0), jnp.int32(tile_tokens))
+                if window_mask.ends
+                else zero
+            )
+            first = walk_from(first, window_mask, tile_tokens)
             tiles = jnp.maximum(lax.div(length + (tile_tokens - 1), jnp.int32(tile_tokens)) - first, 0)
             return row, taken, length, count, begin, first, jnp.where(taken & (count > 0), tiles, zero)
 
@@ -226,8 +230,8 @@ def decode_items(
 
 
 def prefill_items(
-    lengths: jax.Array, new: jax.Array, begin: jax.Array, reach: Reach, item_tokens: int, num_items: int,
-    tile_tokens: int, chunks: int, sight: Sight | None = None,
+    lengths: jax.Array, new: jax.Array, begin: jax.Array, window_mask: WindowMask, item_tokens: int, num_items: int,
+    tile_tokens: int, chunks: int, token_mask: TokenMask | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """Cut each row's new tokens into items of `item_tokens`, the one that sees the most first.
 
@@ -238,14 +242,14 @@ def prefill_items(
       begin: `i32[S]`: where each row's tokens are among the step's.
       num_items: W, at least the number of items.
       chunks: C, into which to cut what each item sees: few queries on a long context.
-      sight: of the step's tokens, where what they see does not go by `reach` alone.
+      token_mask: of the step's tokens, where what they see does not go by `window_mask` alone.
 
     Returns:
       items: `i32[W, C, 7]`: row, position of the first token, and position to stop before (the same if empty); first
         tile of the walk (`tiles.walk_from`), and tile to stop before, of the chunk; where the first token is among the
-        step's, and how many there are. With `sight` `i32[W, C, 9]`; see `prefill.attend`.
+        step's, and how many there are. With `token_mask` `i32[W, C, 9]`; see `prefill.attend`.
       first_item, place: `i32[S]`, `i32[W]`: token i of row s is in item `place[first_item[s] + i // item_tokens]`.
-      sights: `i32[W, 3 + words, item_tokens]`, see `masks.MaskTiles`; or None.
+      token_masks: `i32[W, 3 + words, item_tokens]`, see `masks.MaskTiles`; or None.
     """
     first_item = _starts(-(-new // item_tokens))
     item = jnp.arange(num_items, dtype=jnp.int32)
@@ -255,19 +259,22 @@ def prefill_items(
     start = lengths[row] - new[row] + index
     stop = jnp.where(used, jnp.minimum(start + item_tokens, lengths[row]), start)
     at, count = begin[row] + index, stop - start
-    sights, sure = None, ()
-    if sight is not None:
+    token_masks, sure = None, ()
+    if token_mask is not None:
         lane = jnp.arange(item_tokens, dtype=jnp.int32)[None]
-        tiles = cut(sight, at[:, None] + lane, lane < count[:, None])
-        start, stop, sights, sure = tiles.start, tiles.stop, tiles.tokens, tiles[3:]
-        seen, reach = stop - start, Reach(1, None, reach.sink_tokens)  # what is seen begins at `start` itself
+        tiles = tile_masks(token_mask, at[:, None] + lane, lane < count[:, None])
+        start, stop, token_masks, sure = tiles.start, tiles.stop, tiles.tokens, tiles[3:]
+        seen, window_mask = (
+            stop - start,
+            WindowMask(1, None, window_mask.sink_tokens),
+        )  # what is seen begins at `start` itself
     else:
-        most = reach.most(item_tokens + 1)
+        most = window_mask.most(item_tokens + 1)
         seen = jnp.where(used, stop if most is None else jnp.minimum(stop, most), 0)
     order = jnp.argsort(-seen).astype(jnp.int32)
     place = jnp.zeros(num_items, jnp.int32).at[order].set(item, unique_indices=True)
-    tile = jnp.maximum(reach.first(start), 0) // tile_tokens if reach.ends else jnp.zeros_like(start)
-    tile = walk_from(tile, reach, tile_tokens)
+    tile = jnp.maximum(window_mask.first(start), 0) // tile_tokens if window_mask.ends else jnp.zeros_like(start)
+    tile = walk_from(tile, window_mask, tile_tokens)
     tiles = jnp.where(stop > jnp.maximum(start, 0), -(-stop // tile_tokens) - tile, 0)
     size = -(-tiles // chunks)
     item = jnp.stack([row, start, stop, tile, tiles, size, at, count, *sure], axis=1)[order]
@@ -276,8 +283,8 @@ def prefill_items(
     )
     chunk = jax.lax.broadcasted_iota(jnp.int32, (num_items, chunks), 1)
     first, last = (jnp.minimum(n * size, tiles) + tile for n in (chunk, chunk + 1))
-    sights = None if sights is None else sights[order]
-    return jnp.stack([row, start, stop, first, last, *others], axis=2), first_item[:-1], place, sights
+    token_masks = None if token_masks is None else token_masks[order]
+    return jnp.stack([row, start, stop, first, last, *others], axis=2), first_item[:-1], place, token_masks
 
 
 def bits(flags: jax.Array) -> jax.Array:

@@ -54,7 +54,7 @@ _CONTRACT_INNER = (((1,), (0,)), ((), ()))
 
 
 def decode(
-    q, stored: StoredKV, tables, limits, options: SoftmaxOptions, *, reach=ALL, new_kv=None, targets=None,
+    q, stored: StoredKV, tables, limits, options: SoftmaxOptions, *, window_mask=ALL, new_kv=None, targets=None,
     interpret=False, step_tokens=None,
 ):  # fmt: skip
     """Attention of one token per row, the last of the row's `limits` tokens.
@@ -66,7 +66,7 @@ def decode(
       limits: `i32[S]`, tokens of each row; 0 for rows to skip.
       options: with a scale. If deterministic, tables of all widths are cut into the same segments, and those of a row
         are put together in order in any case.
-      reach: how far back the token sees.
+      window_mask: how far back the token sees.
       new_kv: `[S, 2, K, D']`, what to write at position `limits - 1` first, in the pool's dtype; for a quantized pool
         as it came.
       targets: `i32[S]`, the block to write it to; 0: nowhere.
@@ -83,7 +83,7 @@ def decode(
     value_dim = head_dim if rank is None else -(-rank // LANES) * LANES
     kv_scale = scales_along_lanes(stored)
     fused, scaled = new_kv is not None, kv_scale is not None
-    pages = Pages.plan(kv, tables, reach, step_tokens or segment_tokens(kv), deterministic)
+    pages = Pages.plan(kv, tables, window_mask, step_tokens or segment_tokens(kv), deterministic)
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, q.dtype.itemsize)
     need = decode_bytes(rows, heads, kv, tables, q.dtype, step_tokens, deterministic)
@@ -319,7 +319,7 @@ def _kernel(
         def body(at):
             segment, row, part, written = at
             limit, count = limits[row], parts(row)
-            if not pages.reach.ends:  # nothing is to be done before the row's last segment
+            if not pages.window_mask.ends:  # nothing is to be done before the row's last segment
                 segment, part = segment + count - 1 - part, count - 1
             here = buffer(slot, segment)
             inside = segment < segments
@@ -431,8 +431,8 @@ def _attend(fetch, work, q_ref, first_row, logit_numbers, pages, stored: StoredK
         start = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
         position = pages.position(start + lax.broadcasted_iota(jnp.int32, logits.shape, 1), limit - 1)
         seen = position < limit
-        if pages.reach.ends:
-            seen &= pages.reach.covers(position, pages.reach.first(limit - 1))
+        if pages.window_mask.ends:
+            seen &= pages.window_mask.covers(position, pages.window_mask.first(limit - 1))
         logits = jnp.where(seen, logits, MASKED)
         highest = jnp.broadcast_to(jnp.max(logits, axis=1, keepdims=True), max_ref.shape)
         weights = jnp.exp(logits - _as_wide(highest, logits))

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.common.masks import Reach
+from pallas_kernels.common.masks import WindowMask
 
 SMEM_ENTRIES = 250_000  # i32 that fit the 1 MiB of scalar memory, with some room for the rest
 PAGE_BUFFER_BYTES = 16 * 2**20  # of vector memory, for the two buffers of a prefill
@@ -107,10 +107,10 @@ class Pages:
     page_size: int
     pages_per_step: int
     blocks_per_row: int
-    reach: Reach
+    window_mask: WindowMask
 
     @classmethod
-    def plan(cls, kv, tables, reach: Reach, step_tokens: int, deterministic: bool = False) -> "Pages":
+    def plan(cls, kv, tables, window_mask: WindowMask, step_tokens: int, deterministic: bool = False) -> "Pages":
         """Steps of about `step_tokens` tokens, fewer where vector memory is short, or the table: if not
         `deterministic`, for what is summed together must not depend on what else the table has room for."""
         _, parts, num_heads, block_size, head_dim = kv.shape
@@ -121,7 +121,7 @@ class Pages:
         tile = page_tile(kv.dtype)
         fits = (n for n in range(block_size, 0, -tile) if block_size % n == 0 and n <= max(step_tokens, tile))
         page_size = next(fits, tile)
-        return cls(block_size, page_size, max(1, step_tokens // page_size), tables.shape[1], reach)
+        return cls(block_size, page_size, max(1, step_tokens // page_size), tables.shape[1], window_mask)
 
     @property
     def step_tokens(self) -> int:
@@ -130,14 +130,14 @@ class Pages:
     @property
     def sink_pages(self) -> int:
         """Those of the row's first tokens, where a window leaves them to be seen."""
-        return -(-self.reach.sink_tokens // self.page_size)
+        return -(-self.window_mask.sink_tokens // self.page_size)
 
     def first(self, oldest: jax.Array) -> jax.Array:
         """The page of the first key that a query at position `oldest` sees. Pages of the row's first tokens are walked
         as if they stood right before its window's: what lies between is no part of the walk."""
-        if not self.reach.ends:
+        if not self.window_mask.ends:
             return jnp.int32(0)
-        page = divide(jnp.maximum(self.reach.first(oldest), 0), self.page_size)
+        page = divide(jnp.maximum(self.window_mask.first(oldest), 0), self.page_size)
         return jnp.maximum(page - self.sink_pages, 0) if self.sink_pages else page
 
     def page(self, at: jax.Array, oldest: jax.Array) -> jax.Array:
@@ -227,10 +227,10 @@ class Pages:
             buffer[page, values_at] = jnp.where(is_seen(position), values, 0.0).astype(buffer.dtype)
 
         def keep_seen(page):
-            keep(page, lambda position: self.reach.covers(position, self.reach.first(oldest)))
+            keep(page, lambda position: self.window_mask.covers(position, self.window_mask.first(oldest)))
 
-        if self.reach.ends:  # the window begins in the page behind the first tokens', or in the last of theirs
-            partly = [self.sink_pages] + [self.sink_pages - 1] * (self.reach.sink_tokens % self.page_size > 0)
+        if self.window_mask.ends:  # the window begins in the page behind the first tokens', or in the last of theirs
+            partly = [self.sink_pages] + [self.sink_pages - 1] * (self.window_mask.sink_tokens % self.page_size > 0)
             for nth in partly:
                 in_step, page = divmod(nth, self.pages_per_step)
                 pl.when(step == in_step)(functools.partial(keep_seen, page))

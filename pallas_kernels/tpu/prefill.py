@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.batch import SoftmaxOptions, StoredKV
-from pallas_kernels.common.masks import ALL, Reach, sees
+from pallas_kernels.common.masks import ALL, WindowMask, is_visible
 from pallas_kernels.tpu.decode import Softmax, page_buffers
 from pallas_kernels.tpu.head_transpose import Words, to_heads, to_tokens
 from pallas_kernels.tpu.pages import (
@@ -92,7 +92,7 @@ def max_tiles(rows: int, places: int, tile_tokens: int) -> int:
 
 
 def prefill(
-    q, stored: StoredKV, tables, tiles, options: SoftmaxOptions, *, tile_tokens, reach=ALL, sight=None,
+    q, stored: StoredKV, tables, tiles, options: SoftmaxOptions, *, tile_tokens, window_mask=ALL, token_mask=None,
     interpret=False, step_tokens=None,
 ):  # fmt: skip
     """Attention of tiles of queries.
@@ -104,8 +104,9 @@ def prefill(
       tiles: the work list, positions in range, of `tile_tokens` tokens.
       options: with a scale. If deterministic, all steps take as many keys at once, those of tables with no room for so
         many too.
-      reach: how far back tokens see, where only a window says so.
-      sight: `masks.MaskTiles` of these tiles, where more does; then `reach` says only which first tokens are seen.
+      window_mask: how far back tokens see, where only a window says so.
+      token_mask: `masks.MaskTiles` of these tiles, where more does; then `window_mask` says only which first tokens are
+        seen.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
     Returns:
@@ -118,24 +119,24 @@ def prefill(
     group = num_heads // num_kv_heads
     queries = group * tile_tokens
     kv_scale = scales_along_lanes(stored)
-    # With a sight the walk begins at a key: as that of a query which sees no other.
-    reach = reach if sight is None else Reach(1, None, reach.sink_tokens)
-    pages, part_pages = plan_steps(kv, tables, reach, step_tokens, deterministic)
+    # With a token mask the walk begins at a key: as that of a query which sees no other.
+    window_mask = window_mask if token_mask is None else WindowMask(1, None, window_mask.sink_tokens)
+    pages, part_pages = plan_steps(kv, tables, window_mask, step_tokens, deterministic)
     need = prefill_bytes(tile_tokens, num_heads, kv, tables, q.dtype, step_tokens, deterministic)
     knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (options.scale, 1.0 if soft_cap is None else soft_cap)])
     factor, cap = (LOG2_E * knobs[0], knobs[1]) if soft_cap is None else (knobs[0] / knobs[1], LOG2_E * knobs[1])
     knobs = jnp.stack([factor, cap])
     scalars = (*tiles[1:], tables.reshape(-1), knobs)
-    if sight is not None:
-        scalars += tuple(sight[1:])
+    if token_mask is not None:
+        scalars += tuple(token_mask[1:])
 
     # From vector memory a copy would be a loop, a register a turn.
     q, kv, kv_scale = (x if x is None else in_hbm(x, interpret) for x in (q, kv, kv_scale))
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     inputs = [(q, hbm), (kv, hbm)] + ([(kv_scale, hbm)] if stored.format.is_quantized else [])
     outputs = [(output(q.shape, q.dtype, q, kv), hbm)]
-    if sight is not None:  # of each tile, for each query
-        lines = jnp.tile(sight.tokens, (1, 1, group))
+    if token_mask is not None:  # of each tile, for each query
+        lines = jnp.tile(token_mask.tokens, (1, 1, group))
         inputs.append((lines, pl.BlockSpec((1, *lines.shape[1:]), lambda tile, *_: (tile, 0, 0))))
     if sinks is not None:
         sinks = LOG2_E * jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, 1, group), tile_tokens, axis=2)
@@ -158,7 +159,7 @@ def prefill(
             sinks=sinks is not None,
             lse=return_lse,
             stored=stored.replace(None),
-            sights=sight is not None,
+            token_masks=token_mask is not None,
             halves=not deterministic,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -190,10 +191,10 @@ def prefill(
     return results[0], results[1].reshape(-1, num_heads, tile_tokens) if return_lse else None
 
 
-def plan_steps(kv, tables, reach: Reach, step_tokens: int, deterministic: bool) -> tuple[Pages, int]:
+def plan_steps(kv, tables, window_mask: WindowMask, step_tokens: int, deterministic: bool) -> tuple[Pages, int]:
     """The walk, and how many of a step's pages are worked on at once."""
-    part = Pages.plan(kv, tables, reach, step_tokens, deterministic)
-    whole = Pages.plan(kv, tables, reach, STEPS_TOGETHER * part.step_tokens, deterministic)
+    part = Pages.plan(kv, tables, window_mask, step_tokens, deterministic)
+    whole = Pages.plan(kv, tables, window_mask, STEPS_TOGETHER * part.step_tokens, deterministic)
     fits = whole.page_size == part.page_size and whole.pages_per_step == STEPS_TOGETHER * part.pages_per_step
     return whole if fits else part, part.pages_per_step
 
@@ -214,7 +215,7 @@ def prefill_bytes(
         statistics,  # the LSE
         statistics,  # the sinks
         statistics,  # maxima and sums
-        ((8, queries), jnp.int32),  # sights
+        ((8, queries), jnp.int32),  # token_masks
     ]
     if kv.dtype.itemsize == 1:
         twice.append(((pages.pages_per_step, 2, num_kv_heads, pages.page_size), jnp.float32))
@@ -229,15 +230,15 @@ def prefill_bytes(
 
 def _kernel(
     rows, tokens, starts, limits, tables, knobs, *refs, pages, part_pages, tile_tokens, soft_cap, sinks, lse,
-    stored, sights, halves,
+    stored, token_masks, halves,
 ):  # fmt: skip
     given: Any = list(refs)
     # Of each tile the keys that any query sees, and those that all do.
-    froms, untils, *sure = [given.pop(0) for _ in range(4)] if sights else (starts, limits)
+    froms, untils, *sure = [given.pop(0) for _ in range(4)] if token_masks else (starts, limits)
     q_hbm = given.pop(0)
     streams = 2 if stored.format.is_quantized else 1  # keys and values, and their scales
     hbm = [given.pop(0) for _ in range(streams)]
-    sight_ref: Any = given.pop(0) if sights else None
+    mask_ref: Any = given.pop(0) if token_masks else None
     sinks_ref: Any = given.pop(0) if sinks else None
     out_hbm = given.pop(0)
     lse_ref: Any = given.pop(0) if lse else None
@@ -307,16 +308,16 @@ def _kernel(
         parts = pages.pages_per_step // part_pages
 
         def seen_by_all(first_key, count):
-            if sights:
+            if token_masks:
                 return (first_key + count * pages.page_size <= sure[1][tile]) & (first_key >= sure[0][tile])
             seen = first_key + count * pages.page_size <= start + 1
-            return seen & (first_key >= pages.reach.first(limit - 1)) if pages.reach.ends else seen
+            return seen & (first_key >= pages.window_mask.first(limit - 1)) if pages.window_mask.ends else seen
 
         def attend(at, count, sure, parts=1):
             _attend(
                 _Tile(words, tile_tokens, pages, stored, soft_cap, lse), by_head,
                 [to.at[slot, pl.ds(at, parts * count)] for to, _ in buffers], first_key + at * pages.page_size, start,
-                knobs, parts, sight_ref, Softmax(max_ref, sum_ref, out_sum_ref), sure=sure * pages.page_size,
+                knobs, parts, mask_ref, Softmax(max_ref, sum_ref, out_sum_ref), sure=sure * pages.page_size,
             )  # fmt: skip
 
         def attend_part(at):
@@ -379,7 +380,7 @@ class _Tile(NamedTuple):
     exact: bool
 
 
-def _attend(tile: _Tile, q_ref, buffers, start, query_start, knobs, parts, sight_ref, softmax: Softmax, sure):
+def _attend(tile: _Tile, q_ref, buffers, start, query_start, knobs, parts, mask_ref, softmax: Softmax, sure):
     """One step of the online softmax, transposed: keys along sublanes, queries along lanes, so that maxima and sums
     are lane-dense and cost next to nothing. Every query sees the first `sure` keys of a part; the others are masked.
     `exact` sums the weights before they are rounded for the product with the values, as the LSE wants them; else after.
@@ -423,16 +424,16 @@ def _attend(tile: _Tile, q_ref, buffers, start, query_start, knobs, parts, sight
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits)
         if sure < tokens:
-            if sight_ref is None:
+            if mask_ref is None:
                 query = query_start + ((at + lane[:, :width]) & (tile_tokens - 1))
                 seen = key[:, :width] <= query
-                if pages.reach.ends:
-                    seen &= pages.reach.covers(key[:, :width], pages.reach.first(query))
+                if pages.window_mask.ends:
+                    seen &= pages.window_mask.covers(key[:, :width], pages.window_mask.first(query))
             else:
                 first, last, before, *bits = (
-                    sight_ref[0, pl.ds(i, 1), pl.ds(at, width)] for i in range(sight_ref.shape[1])
+                    mask_ref[0, pl.ds(i, 1), pl.ds(at, width)] for i in range(mask_ref.shape[1])
                 )
-                seen = sees(key[:, :width], first, last, before, bits, pages.reach)
+                seen = is_visible(key[:, :width], first, last, before, bits, pages.window_mask)
             masked = jnp.where(seen, logits[sure:], MASKED)
             logits = jnp.concatenate([logits[:sure], masked]) if sure else masked
         there = (head, slice(None), pl.ds(at, width))

@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
-from pallas_kernels.common.masks import MaskTiles as SightTiles, Reach, Sight, cut, drop_empty_rows, find_sight, see_all
+from pallas_kernels.common.masks import (
+    MaskTiles,
+    TokenMask,
+    WindowMask,
+    drop_empty_rows,
+    find_token_mask,
+    full_masks,
+    tile_masks,
+)
 from pallas_kernels.common.ragged_layout import default_offsets, locate
 from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, pad
@@ -39,7 +47,7 @@ def attend(
     kv_lens = jnp.clip(kv_lens, query_lens if mask.causal else 0, tables.shape[1] * kv.shape[3])
     tables = jnp.clip(tables, 0, kv.shape[0] - 1)
     options = dataclasses.replace(options, scale=options.logit_scale(head_dim))
-    reach = Reach.of_mask(mask, tables.shape[1] * kv.shape[3])
+    window_mask = WindowMask.from_spec(mask, tables.shape[1] * kv.shape[3])
 
     flat = pad(q.reshape(-1, num_heads, head_dim), kv.shape[-1])
     places = flat.shape[0]
@@ -54,20 +62,24 @@ def attend(
     tiles = make_tiles(
         begin, kv_lens if mask.causal else query_lens, query_lens, single, places=places, tile_tokens=size
     )
-    sight_of_tiles = None
+    mask_tiles = None
     if mask.by_token or not mask.causal:
-        sight = None
+        token_mask = None
         if mask.causal:
             token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), kv_lens, query_lens, query_starts))
             tree, spans = (None if x is None else x.reshape(-1) for x in (mask.tree, mask.spans))
-            sight = find_sight(token, kv_lens - query_lens, begin, token_axes[-1], reach, tree, spans)
-        sight_of_tiles = _sight_of_tiles(tiles, size, sight, kv_lens)
-    out, lse = prefill(flat, stored, tables, tiles, options, tile_tokens=size, reach=reach, sight=sight_of_tiles, **own)
+            token_mask = find_token_mask(token, kv_lens - query_lens, begin, token_axes[-1], window_mask, tree, spans)
+        mask_tiles = _tile_masks(tiles, size, token_mask, kv_lens)
+    out, lse = prefill(
+        flat, stored, tables, tiles, options, tile_tokens=size, window_mask=window_mask, token_mask=mask_tiles, **own
+    )
     if not decodes:
         out = out[..., :width].reshape(*q.shape[:-1], width)
         return (out, by_token(lse, tiles, places).reshape(q.shape[:-1])) if options.return_lse else out
     at = jnp.clip(begin, 0, places - 1)
-    alone, alone_lse, _ = decode(flat[at], stored, tables, jnp.where(single, kv_lens, 0), options, reach=reach, **own)
+    alone, alone_lse, _ = decode(
+        flat[at], stored, tables, jnp.where(single, kv_lens, 0), options, window_mask=window_mask, **own
+    )
     at = jnp.where(single & (begin < places), begin, places)  # the others are dropped
     out = out[..., :width].at[at].set(alone[..., :width], mode="drop").reshape(*q.shape[:-1], width)
     if not options.return_lse:
@@ -76,13 +88,13 @@ def attend(
     return out, lse.reshape(q.shape[:-1])
 
 
-def _sight_of_tiles(tiles, size: int, sight: Sight | None, lengths) -> SightTiles:
+def _tile_masks(tiles, size: int, token_mask: TokenMask | None, lengths) -> MaskTiles:
     """What the tokens of each tile see; None: all of their row."""
     lane = jnp.arange(size, dtype=jnp.int32)[None]
     there = (lane < (tiles.limit - tiles.start)[:, None]) & (tiles.limit > 0)[:, None]
-    if sight is None:
-        return see_all(lengths[tiles.row], there)
-    return cut(sight, tiles.token[:, None] + lane, there)
+    if token_mask is None:
+        return full_masks(lengths[tiles.row], there)
+    return tile_masks(token_mask, tiles.token[:, None] + lane, there)
 
 
 def by_token(lse, tiles, places: int):
@@ -120,8 +132,9 @@ def decode_step(
     out, lse, stored = decode(
         pad(q[:, 0], kv.shape[-1]), stored, jnp.clip(tables, 0, kv.shape[0] - 1),
         jnp.where(query_lens > 0, position + 1, 0),
-        dataclasses.replace(options, scale=options.logit_scale(head_dim)), reach=Reach.of_mask(mask, capacity),
-        new_kv=new_kv, targets=targets, interpret=interpret, step_tokens=step_tokens,
+        dataclasses.replace(options, scale=options.logit_scale(head_dim)),
+        window_mask=WindowMask.from_spec(mask, capacity), new_kv=new_kv, targets=targets, interpret=interpret,
+        step_tokens=step_tokens,
     )  # fmt: skip
     out = out[:, None, :, : stored.value_dim(head_dim)]
     return (out, lse[:, None]) if options.return_lse else out, stored

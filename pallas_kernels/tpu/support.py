@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 
 from pallas_kernels.common.batch import Call, StoredKV
-from pallas_kernels.common.masks import sight_refusal
+from pallas_kernels.common.masks import mask_refusal
 from pallas_kernels.tpu.decode import BLOCK_ROWS, decode_bytes
 from pallas_kernels.tpu.pages import LANES, SMEM_ENTRIES, VMEM_BYTES, page_tile
 from pallas_kernels.tpu.prefill import max_tiles, prefill_bytes
@@ -38,7 +38,7 @@ def unsupported(op: str, call: Call) -> str | None:
         return f"The TPU kernels read pools of bfloat16 or float32, not {kv.dtype}: choose one of them, or XLA."
     elif q is not None and q.dtype != kv.dtype:
         return f"The TPU kernels multiply like with like, but q is {q.dtype} and the pool {kv.dtype}: cast q."
-    if why_not := sight_refusal(call):
+    if why_not := mask_refusal(call):
         return why_not
     tile = page_tile(kv.dtype)
     if kv.shape[3] % tile:
@@ -94,7 +94,7 @@ def vector_memory(q, kv, tables, deterministic: bool = False) -> int:
     return max(decodes, prefill_bytes(tile, heads, kv, tables, q.dtype, deterministic=deterministic))
 
 
-def scalar_entries(q, kv, tables, sights: bool = False, deterministic: bool = False) -> int:
+def scalar_entries(q, kv, tables, token_masks: bool = False, deterministic: bool = False) -> int:
     """Integers that the kernels want in scalar memory at once, block tables aside."""
     if q is None:
         return 0
@@ -105,7 +105,7 @@ def scalar_entries(q, kv, tables, sights: bool = False, deterministic: bool = Fa
         return decodes
     size = tile_tokens(tokens[-1], heads, kv, tables, q.dtype, deterministic)
     tiles = max_tiles(rows, math.prod(tokens), size)
-    return max(decodes, (8 if sights else 4) * tiles)
+    return max(decodes, (8 if token_masks else 4) * tiles)
 
 
 def _is_decode(tokens) -> bool:

@@ -41,16 +41,16 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), *batch[1:4]))
     scale = jnp.asarray(options.logit_scale(head_dim), jnp.float32)
     soft_cap = None if options.soft_cap is None else jnp.asarray(options.soft_cap, jnp.float32)
-    sight = tiles.find_sight(tuple(token_axes), rows, batch, mask)
+    tile_mask = tiles.find_tile_mask(tuple(token_axes), rows, batch, mask)
     alibi = None if options.alibi is None else options.alibi.astype(jnp.float32).reshape(kv.shape[2], -1)
     flat_q = q.reshape(num_tokens, num_heads, head_dim)
-    inputs = _Inputs(flat_q, stored, scale, soft_cap, alibi, sight)
+    inputs = _Inputs(flat_q, stored, scale, soft_cap, alibi, tile_mask)
 
     together = None
     if options.shared is not None:
         together, rows = _attend_together(inputs, rows, Shared.unpack(options.shared), token)
 
-    listed = tables if sight.blocks is None else sight.blocks
+    listed = tables if tile_mask.blocks is None else tile_mask.blocks
 
     def at_once(most: int) -> tiles.Tiling | None:
         """The tiles of rows of at most so many tokens of this step, if they are read whole."""
@@ -106,7 +106,7 @@ class _Inputs(NamedTuple):
     scale: jax.Array
     soft_cap: jax.Array | None
     alibi: jax.Array | None  # f32[K, G]
-    sight: tiles.TileSight
+    tile_mask: tiles.TileMask
 
 
 class _Softmax(NamedTuple):
@@ -123,11 +123,11 @@ def _attend_tiles(
     """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0. Tokens say in which row they are,
     None: in one each; and which of its tokens they are, None: the only one."""
     (num_heads, head_dim), num_kv_heads = inputs.q.shape[1:], inputs.stored.kv.shape[2]
-    work = tiles.plan(tiling, lanes, rows, inputs.sight)
+    work = tiles.plan(tiling, lanes, rows, inputs.tile_mask)
 
     def step(i, made: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         both, values = made
-        items = tiles.find_items(tiling, work, rows, i, inputs.sight)
+        items = tiles.find_items(tiling, work, rows, i, inputs.tile_mask)
         seen = _read(inputs, items, tiling, tile_reads.read_queries(inputs.q, items, num_kv_heads))
         lane, item_top = items.lane, seen.logits.max(axis=-1)
         if deterministic:
@@ -165,7 +165,7 @@ def _attend_at_once(
 ) -> _Softmax:  # fmt: skip
     """The softmax of every token, `[tokens, H]`, if rows are read whole: the loop of one step, without what only a loop
     needs."""
-    items = tiles.whole_rows(tiling, rows, inputs.sight)
+    items = tiles.whole_rows(tiling, rows, inputs.tile_mask)
     num_kv_heads = inputs.stored.kv.shape[2]
     if token_axes[1:] == (tiling.queries,):  # a tile's tokens lie together, and need no looking up
         row = place = None
@@ -306,9 +306,9 @@ def _attend_together(
     inputs: _Inputs, rows: tiles.WorkRows, shared: Shared, token: tiles.Tokens
 ) -> tuple[_Softmax, tiles.WorkRows]:
     """The softmax of every token over what its row reads together with others, and the rows without that."""
-    sight, position = inputs.sight, token.position
-    if sight.tree is not None:
-        position = jnp.where(token.valid, tiles.take(rows.before, token.row) + sight.tree.depth, 0)
+    tile_mask, position = inputs.tile_mask, token.position
+    if tile_mask.tree is not None:
+        position = jnp.where(token.valid, tiles.take(rows.before, token.row) + tile_mask.tree.depth, 0)
     groups, place = tiles.find_groups(rows, shared, token._replace(position=position))
     most, queries = (
         max(1, rows.tables.shape[0] // WORTH_ROWS),
@@ -319,7 +319,7 @@ def _attend_together(
         most * -(-TOGETHER // queries),
     )
     # All of it lies before the step's tokens, of which spans and trees speak.
-    inputs = inputs._replace(sight=sight._replace(causal=False, spans=None, tree=None))
+    inputs = inputs._replace(tile_mask=tile_mask._replace(causal=False, spans=None, tree=None))
     leader = jnp.clip(tiles.take(shared.leader, token.row), 0, rows.tables.shape[0] - 1)
     softmax = _attend_tiles(inputs, groups, leader, place - tiles.take(groups.start, leader), tiling, lanes, False)
     is_in = place < place.shape[0]

@@ -57,7 +57,7 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
     rows = tiles.find_rows(tuple(token_axes), call.batch)
-    sight = tiles.find_sight(tuple(token_axes), rows, call.batch, call.mask)
+    tile_mask = tiles.find_tile_mask(tuple(token_axes), rows, call.batch, call.mask)
 
     def flat(x: jax.Array) -> jax.Array:
         return x.reshape(num_tokens, *x.shape[len(token_axes) :]).astype(jnp.float32)
@@ -68,9 +68,9 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
         pull_down -= flat(lse_bar)
 
     tile_queries = min(tiles.PREFILL_QUERIES, longest)
-    tiling = tiles.choose_tiling(queries, kv, tables if sight.blocks is None else sight.blocks, tile_queries)
+    tiling = tiles.choose_tiling(queries, kv, tables if tile_mask.blocks is None else tile_mask.blocks, tile_queries)
     lanes = min(tables.shape[0], num_tokens) + num_tokens // tile_queries
-    work = tiles.plan(tiling, lanes, rows, sight)
+    work = tiles.plan(tiling, lanes, rows, tile_mask)
 
     def compute_logits(distance, q, keys, numbers):
         logits = _product("ikqd,ikcd->ikqc", q, keys) * numbers["scale"]
@@ -85,7 +85,7 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
         numbers["alibi"] = alibi.astype(jnp.float32).reshape(num_kv_heads, group)
 
     def step(i, bars):
-        items = tiles.find_items(tiling, work, rows, i, sight)
+        items = tiles.find_items(tiling, work, rows, i, tile_mask)
         seen = jnp.repeat(items.seen, group, axis=1)[:, None]  # [items, 1, queries * G, context]
         sees, visible = seen.any(axis=3), seen.any(axis=2)
 

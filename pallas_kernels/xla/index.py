@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch
 from pallas_kernels.common.context_parallel import count_local_tokens, position_of
-from pallas_kernels.common.masks import Reach
+from pallas_kernels.common.masks import WindowMask
 from pallas_kernels.common.quantization import StorageFormat
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.xla import tile_reads, work_list as tiles
@@ -142,10 +142,12 @@ def _select(inputs: _IndexInputs, lanes: _Lanes, kept: int) -> Best:
 def _stream(inputs: _IndexInputs, lanes: _Lanes, kept: int, piece: int) -> Best:
     """The best of the queries of a few lanes: reads the context of their rows piece by piece."""
     size, shard = inputs.stored.keys.shape[3], inputs.batch.context_shard
-    reach = Reach.of_mask(inputs.mask, np.iinfo(np.int32).max)
+    window_mask = WindowMask.from_spec(inputs.mask, np.iinfo(np.int32).max)
     begin, end = jnp.zeros((), jnp.int32), jnp.max(lanes.position) + 1
-    if reach.ends and not reach.sink_tokens:
-        there = jnp.where(lanes.position < 0, jnp.iinfo(jnp.int32).max, jnp.maximum(reach.first(lanes.position), 0))
+    if window_mask.ends and not window_mask.sink_tokens:
+        there = jnp.where(
+            lanes.position < 0, jnp.iinfo(jnp.int32).max, jnp.maximum(window_mask.first(lanes.position), 0)
+        )
         begin = jnp.min(there)
     if shard is not None:
         begin, end = (count_local_tokens(jnp.maximum(x, 0), shard, size) for x in (jnp.minimum(begin, end), end))
@@ -156,7 +158,7 @@ def _stream(inputs: _IndexInputs, lanes: _Lanes, kept: int, piece: int) -> Best:
     )
 
     def step(i: jax.Array, best: Best) -> Best:
-        new = _score(inputs, lanes, i * piece + jnp.arange(piece, dtype=jnp.int32), reach)
+        new = _score(inputs, lanes, i * piece + jnp.arange(piece, dtype=jnp.int32), window_mask)
         score, position = (jnp.concatenate(pair, axis=-1) for pair in zip(best, new, strict=True))
         score, place = jax.lax.top_k(score, kept)  # of equal ones the first, whose position is the earlier
         return Best(score, jnp.take_along_axis(position, place, axis=-1))
@@ -164,7 +166,7 @@ def _stream(inputs: _IndexInputs, lanes: _Lanes, kept: int, piece: int) -> Best:
     return jax.lax.fori_loop(jnp.minimum(begin, end) // piece, -(-end // piece), step, nothing)
 
 
-def _score(inputs: _IndexInputs, lanes: _Lanes, place: jax.Array, reach: Reach) -> Best:
+def _score(inputs: _IndexInputs, lanes: _Lanes, place: jax.Array, window_mask: WindowMask) -> Best:
     """The scores of the tokens at some places of each lane's row, `[lanes, queries, places]`."""
     keys, scale, format = inputs.stored
     tables, shard, size = inputs.batch.block_tables, inputs.batch.context_shard, keys.shape[3]
@@ -179,8 +181,8 @@ def _score(inputs: _IndexInputs, lanes: _Lanes, place: jax.Array, reach: Reach) 
         score *= scale[block, 0, 0, offset[None]].astype(jnp.float32)[:, None]
     key = key[None, None]
     seen = (key <= lanes.position[..., None]) & (column < tables.shape[1])[None, None]
-    if reach.ends:
-        seen &= reach.covers(key, reach.first(lanes.position)[..., None])
+    if window_mask.ends:
+        seen &= window_mask.covers(key, window_mask.first(lanes.position)[..., None])
     return Best(jnp.where(seen, score, NOTHING), jnp.broadcast_to(key, score.shape))
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
-from pallas_kernels.common.masks import Reach
+from pallas_kernels.common.masks import WindowMask
 from pallas_kernels.common.ragged_layout import Tokens, locate
 from pallas_kernels.xla import tile_reads, work_list as tiles
 
@@ -88,9 +88,9 @@ def find_slots(queries: TokenQueries, batch: PagedBatch, mask: MaskSpec, block_s
     last = position if mask.causal else kv_lens - 1
     seen = (chosen >= 0) & (chosen <= last[:, None]) & valid[:, None]
     seen &= chosen != jnp.pad(chosen[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    reach = Reach.of_mask(mask, np.iinfo(np.int32).max)
-    if reach.ends:
-        seen &= reach.covers(chosen, reach.first(position)[:, None])
+    window_mask = WindowMask.from_spec(mask, np.iinfo(np.int32).max)
+    if window_mask.ends:
+        seen &= window_mask.covers(chosen, window_mask.first(position)[:, None])
     at = jnp.where(seen, chosen, 0)
     if shard is None:
         column, offset = tiles.parts(at, block_size)

@@ -144,7 +144,7 @@ def find_groups(rows: WorkRows, shared: Shared, token: Tokens) -> tuple[WorkRows
     return groups, place
 
 
-class TileSight(NamedTuple):
+class TileMask(NamedTuple):
     """What decides which places of its row a token sees. Tokens are flat."""
 
     window: int | None = None
@@ -164,7 +164,7 @@ class TileSight(NamedTuple):
         return jnp.minimum(cover(tiling.runs(tokens), tiling.pieces), first_tile)
 
 
-def find_sight(token_axes: tuple[int, ...], rows: WorkRows, batch: PagedBatch, spec: MaskSpec) -> TileSight:
+def find_tile_mask(token_axes: tuple[int, ...], rows: WorkRows, batch: PagedBatch, spec: MaskSpec) -> TileMask:
     """Returns what the tokens of a step see."""
     mask, blocks, tree = spec.mask, spec.blocks, None
     if mask is not None:  # there is always one place, if only one that is not seen
@@ -178,7 +178,7 @@ def find_sight(token_axes: tuple[int, ...], rows: WorkRows, batch: PagedBatch, s
         highest = jax.lax.cummax(jnp.pad(blocks, ((0, 0), (1, 0)), constant_values=-1)[:, :-1], axis=1)
         blocks = jnp.where((blocks > highest) & (blocks < rows.tables.shape[1]), blocks, -1)
     spans = None if spec.spans is None else spec.spans.reshape(-1)
-    return TileSight(spec.window, spec.chunk, spec.causal, mask, spans, tree, blocks, spec.sink_tokens or 0)
+    return TileMask(spec.window, spec.chunk, spec.causal, mask, spans, tree, blocks, spec.sink_tokens or 0)
 
 
 class Lane(NamedTuple):
@@ -213,12 +213,12 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def plan(tiling: Tiling, lanes: int, rows: WorkRows, sight: TileSight) -> WorkList:
+def plan(tiling: Tiling, lanes: int, rows: WorkRows, tile_mask: TileMask) -> WorkList:
     """The work list of a step that needs no more than `lanes` lanes; of one-token tiles as many as there are rows."""
     columns = [rows.before, rows.end, rows.start, rows.count]
-    if sight.blocks is not None:  # tiles are counted through them
-        place = jnp.arange(1, sight.blocks.shape[1] + 1, dtype=jnp.int32)
-        columns.append(jnp.max(jnp.where(sight.blocks >= 0, place[None], 0), axis=1, initial=0))
+    if tile_mask.blocks is not None:  # tiles are counted through them
+        place = jnp.arange(1, tile_mask.blocks.shape[1] + 1, dtype=jnp.int32)
+        columns.append(jnp.max(jnp.where(tile_mask.blocks >= 0, place[None], 0), axis=1, initial=0))
     if tiling.queries == 1:  # of rows of one token the lanes are the rows: nothing needs looking up
         row = row_lane = jnp.arange(rows.count.shape[0], dtype=jnp.int32)
         first, is_used = jnp.zeros_like(row), rows.count > 0
@@ -236,20 +236,20 @@ def plan(tiling: Tiling, lanes: int, rows: WorkRows, sight: TileSight) -> WorkLi
     last = jnp.minimum(first + tiling.queries, count) - 1
 
     # Spans see ahead, and back to the first token of the step; tokens of a tree may be as shallow as its first.
-    stop = before + last + 1 if sight.causal and sight.spans is None else end
+    stop = before + last + 1 if tile_mask.causal and tile_mask.spans is None else end
     last_tile = cover(tiling.runs(rows.places(stop, tiling)), tiling.pieces)
     first_tile = jnp.zeros_like(last_tile)
-    in_order = sight.tree is None and rows.position is None
-    oldest = _oldest_seen(before + first if in_order else before, sight)
-    if sight.blocks is not None:
+    in_order = tile_mask.tree is None and rows.position is None
+    oldest = _oldest_seen(before + first if in_order else before, tile_mask)
+    if tile_mask.blocks is not None:
         last_tile = cover(tiling.runs(listed[0] * tiling.block_size), tiling.pieces)
     elif oldest is not None or rows.first is not None:
         oldest = jnp.zeros_like(row) if oldest is None else oldest
-        oldest = oldest if sight.spans is None else jnp.minimum(oldest, before)
+        oldest = oldest if tile_mask.spans is None else jnp.minimum(oldest, before)
         oldest = oldest if rows.first is None else jnp.maximum(oldest, take(rows.first, row))
         first_tile, _ = parts(tiling.runs(rows.places(oldest, tiling) + 1) - 1, tiling.pieces)
     num_tiles = jnp.maximum(last_tile - first_tile, 0)
-    if (sink_tiles := sight.sink_tiles(tiling, rows, first_tile)) is not None:
+    if (sink_tiles := tile_mask.sink_tiles(tiling, rows, first_tile)) is not None:
         num_tiles += sink_tiles
     num_tiles = jnp.where(is_used, num_tiles, 0)
     ends = jnp.cumsum(num_tiles)
@@ -257,11 +257,11 @@ def plan(tiling: Tiling, lanes: int, rows: WorkRows, sight: TileSight) -> WorkLi
     return WorkList(jnp.stack(known, axis=1), ends, row_lane)
 
 
-def _oldest_seen(position: jax.Array, sight: TileSight) -> jax.Array | None:
+def _oldest_seen(position: jax.Array, tile_mask: TileMask) -> jax.Array | None:
     """The first position that a token at `position` sees by window or chunk; None: all before it."""
-    if sight.chunk is not None:
-        return position // sight.chunk * sight.chunk
-    return None if sight.window is None else position - sight.window + 1
+    if tile_mask.chunk is not None:
+        return position // tile_mask.chunk * tile_mask.chunk
+    return None if tile_mask.window is None else position - tile_mask.window + 1
 
 
 class Items(NamedTuple):
@@ -275,7 +275,7 @@ class Items(NamedTuple):
     distance: jax.Array  # i32[items, queries, pieces * run]: between their positions
 
 
-def find_items(tiling: Tiling, work: WorkList, rows: WorkRows, step, sight: TileSight) -> Items:
+def find_items(tiling: Tiling, work: WorkList, rows: WorkRows, step, tile_mask: TileMask) -> Items:
     """The items number `step * tiling.items` and on. Those beyond the end of the list see nothing."""
     item = step * tiling.items + jnp.arange(tiling.items, dtype=jnp.int32)
     number = jnp.searchsorted(work.ends, item, side="right", method="compare_all").astype(jnp.int32)
@@ -283,23 +283,25 @@ def find_items(tiling: Tiling, work: WorkList, rows: WorkRows, step, sight: Tile
     lane = Lane(*(x[:, None] for x in jnp.unstack(take(work.lanes, number), axis=1)))
     nth_tile = item[:, None] - lane.begin
     tile = lane.first_tile + nth_tile
-    if (sink_tiles := sight.sink_tiles(tiling, rows, lane.first_tile)) is not None:
+    if (sink_tiles := tile_mask.sink_tiles(tiling, rows, lane.first_tile)) is not None:
         tile = jnp.where(nth_tile < sink_tiles, nth_tile, tile - sink_tiles)
 
-    items = _see(tiling, rows, sight, lane, tile)
+    items = _see(tiling, rows, tile_mask, lane, tile)
     return items._replace(lane=number, seen=items.seen & (item < work.num_items)[:, None, None])
 
 
-def whole_rows(tiling: Tiling, rows: WorkRows, sight: TileSight) -> Items:
+def whole_rows(tiling: Tiling, rows: WorkRows, tile_mask: TileMask) -> Items:
     """An item for each row: all its queries, and all that its table could hold. It needs no work list."""
     number = jnp.arange(rows.tables.shape[0], dtype=jnp.int32)
     nothing = jnp.zeros_like(number)
     known = Lane(number, nothing, nothing, nothing, rows.before, rows.end, rows.start, rows.count)
     lane = Lane(*(x[:, None] for x in known))
-    return _see(tiling, rows, sight, lane, jnp.zeros((1, 1), jnp.int32), whole=True)._replace(lane=number)
+    return _see(tiling, rows, tile_mask, lane, jnp.zeros((1, 1), jnp.int32), whole=True)._replace(lane=number)
 
 
-def _see(tiling: Tiling, rows: WorkRows, sight: TileSight, lane: Lane, tile: jax.Array, whole: bool = False) -> Items:
+def _see(
+    tiling: Tiling, rows: WorkRows, tile_mask: TileMask, lane: Lane, tile: jax.Array, whole: bool = False
+) -> Items:
     """The items of some lanes with a tile of the context each, `i32[items, 1]`; `whole`: these are all rows, one after
     another, with all of their tables, in which nothing needs looking up."""
     run = tile * tiling.pieces + jnp.arange(tiling.pieces, dtype=jnp.int32)[None]
@@ -309,8 +311,8 @@ def _see(tiling: Tiling, rows: WorkRows, sight: TileSight, lane: Lane, tile: jax
     place = offset[:, :, None] + jnp.arange(tiling.run, dtype=jnp.int32)[None, None]
     own = place >= (cut * tiling.run)[:, :, None]
     own &= logical[:, :, None] * tiling.block_size + place < tiling.capacity
-    if sight.blocks is not None:
-        blocks = sight.blocks
+    if tile_mask.blocks is not None:
+        blocks = tile_mask.blocks
         logical = blocks if whole else blocks.at[lane.row, logical].get(mode="fill", fill_value=-1)
         own &= (logical >= 0)[:, :, None]
         logical = jnp.maximum(logical, 0)
@@ -332,21 +334,23 @@ def _see(tiling: Tiling, rows: WorkRows, sight: TileSight, lane: Lane, tile: jax
     their_token = lane.start[:, :, None] + nth
     is_new = (nth >= 0) & (position < end)
     key = position
-    if sight.tree is not None:
-        sees = sight.tree.ancestors.at[token[:, :, None], jnp.maximum(nth, 0)].get(mode="fill", fill_value=False)
+    if tile_mask.tree is not None:
+        sees = tile_mask.tree.ancestors.at[token[:, :, None], jnp.maximum(nth, 0)].get(mode="fill", fill_value=False)
         sees |= nth < 0
-        query = before + sight.tree.depth.at[token].get(mode="clip")[:, :, None]
-        key = jnp.where(is_new, before + sight.tree.depth.at[jnp.maximum(their_token, 0)].get(mode="clip"), position)
+        query = before + tile_mask.tree.depth.at[token].get(mode="clip")[:, :, None]
+        key = jnp.where(
+            is_new, before + tile_mask.tree.depth.at[jnp.maximum(their_token, 0)].get(mode="clip"), position
+        )
     else:
-        sees = position <= query if sight.causal else position < end
-    if (oldest := _oldest_seen(query, sight)) is not None:
-        sees &= (key >= oldest) | (key < sight.sink_tokens) if sight.sink_tokens else key >= oldest
-    if sight.spans is not None:
-        span = sight.spans.at[token].get(mode="clip")[:, :, None]
-        theirs = sight.spans.at[jnp.maximum(their_token, 0)].get(mode="clip")
+        sees = position <= query if tile_mask.causal else position < end
+    if (oldest := _oldest_seen(query, tile_mask)) is not None:
+        sees &= (key >= oldest) | (key < tile_mask.sink_tokens) if tile_mask.sink_tokens else key >= oldest
+    if tile_mask.spans is not None:
+        span = tile_mask.spans.at[token].get(mode="clip")[:, :, None]
+        theirs = tile_mask.spans.at[jnp.maximum(their_token, 0)].get(mode="clip")
         sees |= is_new & (span != 0) & (span == theirs)
     seen = own & (index < lane.count)[:, :, None] & sees
-    if sight.mask is not None:
-        seen &= sight.mask.at[token[:, :, None], position].get(mode="fill", fill_value=False)
-    block = rows.tables if whole and sight.blocks is None else rows.tables.at[lane.row, logical].get(mode="clip")
+    if tile_mask.mask is not None:
+        seen &= tile_mask.mask.at[token[:, :, None], position].get(mode="fill", fill_value=False)
+    block = rows.tables if whole and tile_mask.blocks is None else rows.tables.at[lane.row, logical].get(mode="clip")
     return Items(lane.row, token, block, jnp.broadcast_to(offset, block.shape), seen, jnp.abs(query - key))

@@ -95,9 +95,9 @@ def test_what_lies_between_first_tokens_and_window_is_not_read(window, length, t
     inputs = testing.make_inputs(case)
     batch = PagedBatch(*inputs[2:])
     rows = work.find_rows((1, 1), batch)
-    sight = work.find_sight((1, 1), rows, batch, MaskSpec(window=window, sink_tokens=5))
+    tile_mask = work.find_tile_mask((1, 1), rows, batch, MaskSpec(window=window, sink_tokens=5))
     tiling = work.choose_tiling(inputs.q.reshape(1, 2, 4), inputs.kv, inputs.tables, 1)
-    assert int(work.plan(tiling, 1, rows, sight).num_items) == tiles
+    assert int(work.plan(tiling, 1, rows, tile_mask).num_items) == tiles
     between = inputs.tables[0, 1 : max((length - window) // 16, 1)]
     poisoned = inputs.kv.at[between].set(jnp.nan)
     out = pallas_kernels.paged_attention(inputs.q, poisoned, *inputs[2:], window=window, sink_tokens=5)

@@ -13,7 +13,7 @@ from nightly import NIGHTLY
 
 import pallas_kernels
 from pallas_kernels import gpu, testing, tpu
-from pallas_kernels.common.masks import ALL, Reach
+from pallas_kernels.common.masks import ALL, WindowMask
 from pallas_kernels.gpu import decode as decode_gpu, tuning, work_items as work
 from pallas_kernels.gpu.tiles import Tile
 from pallas_kernels.testing import Case
@@ -142,7 +142,7 @@ def test_a_rows_items_do_not_depend_on_its_neighbours():
     def items_of(lengths, capacity):
         return work.decode_items(
             lengths, jnp.ones_like(lengths), 1,
-            work.Cutting(capacity, Reach(), 64, 33, capacity // 64, deterministic=True), alone_of=None,
+            work.Cutting(capacity, WindowMask(), 64, 33, capacity // 64, deterministic=True), alone_of=None,
             interpret=plgpu.InterpretGPUParams(),
         )[0]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Small steps that together reach every branch of the kernels: what the tests pass and each mutant must fail.
+"""Small steps that together window_mask every branch of the kernels: what the tests pass and each mutant must fail.
 
 What is expected comes from NumPy, which reads only what a token may see: so everything else can be poisoned.
 """
@@ -14,7 +14,7 @@ from seen import seen_by
 
 from pallas_kernels import gpu, testing
 from pallas_kernels.common.batch import bundle_call
-from pallas_kernels.common.masks import Reach
+from pallas_kernels.common.masks import WindowMask
 from pallas_kernels.gpu import tuning, work_items as work
 from pallas_kernels.gpu.tiles import Tile
 from pallas_kernels.testing import Case, Inputs
@@ -55,12 +55,12 @@ class Trial:
         for row, position in self.loud:
             kv[tables[row, position // case.block_size], -1, :, position % case.block_size, : case.rank] = 100
         if self.poison_before_window:
-            reach = Reach(case.window, case.chunk)
-            assert reach.ends
+            window_mask = WindowMask(case.window, case.chunk)
+            assert window_mask.ends
             kv[0] = np.nan
             wild = np.resize(WILD, tables.shape)
             for row, (length, new) in enumerate(zip(case.lengths, case.new, strict=True)):
-                unseen = max(int(reach.first(jnp.int32(length - new))), 0)
+                unseen = max(int(window_mask.first(jnp.int32(length - new))), 0)
                 kept = case.sink_tokens or 0
                 for position in range(kept, unseen):
                     kv[tables[row, position // case.block_size], :, :, position % case.block_size] = np.nan

@@ -79,12 +79,12 @@ MISTAKES = {
     "decode: a window one too wide": (
         DECODE["the window's first token"],
         {"wrong"},
-        Plant("split", "reach.covers(position, first_seen)", "reach.covers(position, first_seen - 1)"),
+        Plant("split", "window_mask.covers(position, first_seen)", "window_mask.covers(position, first_seen - 1)"),
     ),
     "decode: a window one too narrow": (
         DECODE["the window's first token"],
         {"wrong"},
-        Plant("split", "reach.covers(position, first_seen)", "reach.covers(position, first_seen + 1)"),
+        Plant("split", "window_mask.covers(position, first_seen)", "window_mask.covers(position, first_seen + 1)"),
     ),
     "decode: sum not rescaled": (
         DECODE["ring"],
@@ -119,17 +119,17 @@ MISTAKES = {
     "decode: one window for all tokens": (
         DECODE["few tokens, the window's first token"],
         {"wrong"},
-        Plant("decode:split", "reach.first(last)", "first_seen"),
+        Plant("decode:split", "window_mask.first(last)", "first_seen"),
     ),
     "decode: the window of the last token": (
         DECODE["few tokens, window"],
         {"wrong"},
-        Plant("decode:split", "reach.first(length - new)", "reach.first(length - 1)"),
+        Plant("decode:split", "window_mask.first(length - new)", "window_mask.first(length - 1)"),
     ),
     "decode: the chunk of the last token": (
         DECODE["few tokens, chunk"],
         {"wrong"},
-        Plant("decode:split", "reach.first(length - new)", "reach.first(length - 1)"),
+        Plant("decode:split", "window_mask.first(length - new)", "window_mask.first(length - 1)"),
     ),
     "decode: the first row's tree for all": (
         DECODE["tree"],
@@ -139,7 +139,7 @@ MISTAKES = {
     "decode: a tree taken for a chain": (
         DECODE["tree, window"],
         {"wrong"},
-        Plant("decode:split", "sight is not None", "False"),
+        Plant("decode:split", "token_mask is not None", "False"),
     ),
     "step: a tree's heads and tokens mixed up": (
         DECODE["tree"],
@@ -160,11 +160,11 @@ MISTAKES = {
         {"wrong"},
         Plant(
             "attend",
-            "Reach.of_mask(mask, capacity)",
-            "Reach.of_mask(mask, capacity)._replace(chunk=mask.chunk if width > 1 else None)",
+            "WindowMask.from_spec(mask, capacity)",
+            "WindowMask.from_spec(mask, capacity)._replace(chunk=mask.chunk if width > 1 else None)",
         ),
     ),
-    "prefill: one half's sight for both": (
+    "prefill: one half's token_mask for both": (
         PREFILL["chunk"],
         {"wrong"},
         Plant(
@@ -197,10 +197,10 @@ MISTAKES = {
             "(tiles.start, stop, tiles.tokens, tiles[3:])",
         ),
     ),
-    "work: sights in another order than items": (
+    "work: token_masks in another order than items": (
         PREFILL["spans"],
         {"wrong"},
-        Plant("prefill_items", "sights[order]", "sights"),
+        Plant("prefill_items", "token_masks[order]", "token_masks"),
     ),
     "merge: the last item counted again": (
         DECODE["window, cut"],
@@ -227,8 +227,8 @@ MISTAKES = {
         {"wrong"},
         Plant(
             "fetch",
-            "tile_at(start + i, first_seen, reach, tile.tokens) * (tile.tokens // piece) + j",
-            "tile_at(start + i, first_seen, reach, tile.tokens) * (tile.tokens // piece) + j + 1",
+            "tile_at(start + i, first_seen, window_mask, tile.tokens) * (tile.tokens // piece) + j",
+            "tile_at(start + i, first_seen, window_mask, tile.tokens) * (tile.tokens // piece) + j + 1",
         ),
     ),
     "fetch: ids beyond the pool": (
@@ -350,12 +350,12 @@ MISTAKES = {
     "prefill: a tile of the window's edge taken for wholly seen": (
         PREFILL["the window's first token"],
         {"wrong"},
-        Plant("attend", "reach.first(part.stop - 1)", "reach.first(part.stop - 1) - 1"),
+        Plant("attend", "window_mask.first(part.stop - 1)", "window_mask.first(part.stop - 1) - 1"),
     ),
     "prefill: a window one too wide": (
         PREFILL["the window's first token"],
         {"wrong"},
-        Plant("attend", "reach.first(query) - first", "reach.first(query) - first - 1"),
+        Plant("attend", "window_mask.first(query) - first", "window_mask.first(query) - first - 1"),
     ),
     "prefill: V before the window": (
         PREFILL["window"],
@@ -530,8 +530,8 @@ MISTAKES = {
         {"wrong"},
         Plant(
             "attend",
-            "Reach.of_mask(mask, capacity)",
-            "Reach.of_mask(mask, capacity)._replace(sink_tokens=0)",
+            "WindowMask.from_spec(mask, capacity)",
+            "WindowMask.from_spec(mask, capacity)._replace(sink_tokens=0)",
         ),
     ),
     "prefill: first tokens left out": (
@@ -539,8 +539,8 @@ MISTAKES = {
         {"wrong"},
         Plant(
             "attend",
-            "Reach.of_mask(mask, capacity)",
-            "Reach.of_mask(mask, capacity)._replace(sink_tokens=0)",
+            "WindowMask.from_spec(mask, capacity)",
+            "WindowMask.from_spec(mask, capacity)._replace(sink_tokens=0)",
         ),
     ),
     "decode: the gap's values": (
@@ -555,17 +555,17 @@ MISTAKES = {
     "decode: the gap seen": (
         DECODE["first tokens of a tile"],
         {"wrong"},
-        Plant("split", "reach.covers(position, first_seen)", "reach.covers(position, first_seen - tokens)"),
+        Plant("split", "window_mask.covers(position, first_seen)", "window_mask.covers(position, first_seen - tokens)"),
     ),
     "fetch: the gap read": (
         DECODE["first tokens"],
         {"wrong"},
-        Plant("tile_at", "jnp.where(nth < sink_tiles(reach, tokens), nth, place)", "place"),
+        Plant("tile_at", "jnp.where(nth < sink_tiles(window_mask, tokens), nth, place)", "place"),
     ),
     "work: the gap walked": (
         DECODE["first tokens"],
         {"wrong"},
-        Plant("decode_items", "first = walk_from(first, reach, tile_tokens)", "first *= 0"),
+        Plant("decode_items", "first = walk_from(first, window_mask, tile_tokens)", "first *= 0"),
     ),
     "decode: first tokens counted twice": (
         DECODE["first tokens, cut"],

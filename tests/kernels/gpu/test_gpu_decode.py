@@ -7,7 +7,7 @@ from nightly import NIGHTLY
 from trials import DECODE, SMALL, Trial
 
 from pallas_kernels import gpu, testing
-from pallas_kernels.common.masks import Reach
+from pallas_kernels.common.masks import WindowMask
 from pallas_kernels.gpu import decode, prefill, step, work_items as work
 from pallas_kernels.testing import Case
 
@@ -29,7 +29,7 @@ def test_trials_are_what_they_say(interpret, monkeypatch):
         trial.use_plans(monkeypatch)
         inputs = trial.inputs()[0]
         rows, *_ = work.decode_items(
-            inputs.lengths, inputs.new, 1, work.Cutting(10**4, Reach(), 64, trial.wave, 100), alone_of=None,
+            inputs.lengths, inputs.new, 1, work.Cutting(10**4, WindowMask(), 64, trial.wave, 100), alone_of=None,
             interpret=interpret,
         )  # fmt: skip
         sizes = rows[:, 2] - rows[:, 1]

@@ -73,7 +73,7 @@ MISTAKES = {
     "a tile of the window's edge taken for wholly seen": (
         "prefill, the window's first token",
         {"wrong"},
-        Plant("split", "reach.first(length - 1)", "reach.first(length - 1) - 1"),
+        Plant("split", "window_mask.first(length - 1)", "window_mask.first(length - 1) - 1"),
     ),
     "padding sees the row": (
         "few tokens",
@@ -158,18 +158,18 @@ MISTAKES = {
         {"wrong", "race"},
         Plant("split", "pl.when(items_ref[anew(item), 7] > t)(copy) if by_item else copy()", "copy()"),
     ),
-    "the first item's sight for all": (
+    "the first item's token_mask for all": (
         "prefill, tree",
         {"wrong"},
-        Plant("split", "num_items // sight.shape[0]", "10 ** 6"),
+        Plant("split", "num_items // token_mask.shape[0]", "10 ** 6"),
     ),
-    "one chunk's sight for the next": (
+    "one chunk's token_mask for the next": (
         "prefill, chunks, tree",
         {"wrong"},
         Plant(
             "split",
-            "lax.div(anew(item), jnp.int32(num_items // sight.shape[0]))",
-            "lax.rem(anew(item), jnp.int32(sight.shape[0]))",
+            "lax.div(anew(item), jnp.int32(num_items // token_mask.shape[0]))",
+            "lax.rem(anew(item), jnp.int32(token_mask.shape[0]))",
         ),
     ),
     "step: chunks in base 2": (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from nightly import NIGHTLY
 
-from pallas_kernels.common.masks import Reach
+from pallas_kernels.common.masks import WindowMask
 from pallas_kernels.gpu import tuning, work_items as work
 
 make_prefill_items = functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))(work.prefill_items)
@@ -20,7 +20,7 @@ make_prefill_items = functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))(
 def test_items_cover_every_token_once():
     lengths, new = np.array([300, 5, 0, 64, 1000], np.int32), np.array([100, 5, 0, 2, 33], np.int32)
     begin = np.array([7, 200, 0, 110, 300], np.int32)
-    items, first_item, place, _ = make_prefill_items(lengths, new, begin, Reach(), 16, 14, 64, 2)
+    items, first_item, place, _ = make_prefill_items(lengths, new, begin, WindowMask(), 16, 14, 64, 2)
     lies, count = np.asarray(items)[:, 0, 5:].T
     tiles = [sorted(t for start, stop in chunks[:, 3:5] for t in range(start, stop)) for chunks in np.asarray(items)]
     assert tiles == [
@@ -37,10 +37,10 @@ def test_items_cover_every_token_once():
 
 
 def decode_items(
-    lengths, new=None, taken=None, reach=None, wave=33, most_tiles=10**6, place=None, tile=64, deterministic=False
+    lengths, new=None, taken=None, window_mask=None, wave=33, most_tiles=10**6, place=None, tile=64, deterministic=False
 ):
     """The list that the kernel makes, one row after the other."""
-    reach = reach or Reach()
+    window_mask = window_mask or WindowMask()
     num_items, most = work.decode_capacity(len(lengths), wave, most_tiles, work.WAVES)
     if deterministic:
         most = len(work.fixed_edges(most_tiles)) - 1
@@ -48,8 +48,8 @@ def decode_items(
     new = np.minimum(lengths, 1) if new is None else new
     taken = [True] * len(lengths) if taken is None else taken
     place = 10 * np.arange(len(lengths)) if place is None else place
-    starts = np.maximum(np.subtract(lengths, new) - (reach.window or 10**9) + 1, 0) // tile
-    starts = np.maximum(starts - -(-reach.sink_tokens // tile), 0)
+    starts = np.maximum(np.subtract(lengths, new) - (window_mask.window or 10**9) + 1, 0) // tile
+    starts = np.maximum(starts - -(-window_mask.sink_tokens // tile), 0)
     tiles = [
         max(-(-length // tile) - start, 0) if its and n > 0 else 0
         for length, n, start, its in zip(lengths, new, starts, taken, strict=True)
@@ -74,23 +74,23 @@ def decode_items(
 
 # Rows in up to three chunks, and up to five thread blocks: rows of nothing, of one tile and of many, longer than their
 # tables, some among others that are not decoded. How many, what fills the chip once, what is seen, and are they packed?
-LISTS = {"packed, window": (70, 9, Reach(100, None, 70), True)}
+LISTS = {"packed, window": (70, 9, WindowMask(100, None, 70), True)}
 if NIGHTLY:
     LISTS |= {
-        "packed": (150, 33, Reach(), True),
-        "window": (64, 1, Reach(100), False),
-        "65 rows": (65, 9, Reach(), False),
-        "padded": (3, 33, Reach(), False),
-        "deterministic": (3, 33, Reach(), False),
-        "deterministic, packed, window": (70, 9, Reach(1000, None, 70), True),
-        "one row": (1, 264, Reach(), False),
-        "no row": (8, 9, Reach(), True),
+        "packed": (150, 33, WindowMask(), True),
+        "window": (64, 1, WindowMask(100), False),
+        "65 rows": (65, 9, WindowMask(), False),
+        "padded": (3, 33, WindowMask(), False),
+        "deterministic": (3, 33, WindowMask(), False),
+        "deterministic, packed, window": (70, 9, WindowMask(1000, None, 70), True),
+        "one row": (1, 264, WindowMask(), False),
+        "no row": (8, 9, WindowMask(), True),
     }
 
 
 @pytest.mark.parametrize("name", LISTS)
 def test_kernel_makes_this_list(name, interpret):
-    num_rows, wave, reach, packed = LISTS[name]
+    num_rows, wave, window_mask, packed = LISTS[name]
     options = {"deterministic": name.startswith("deterministic")}
     random, capacity = np.random.default_rng(num_rows), 6000
     lengths = random.choice(np.array([0, 1, 63, 64, 65, 300, 5000, 10**6], np.int32), num_rows)
@@ -99,10 +99,11 @@ def test_kernel_makes_this_list(name, interpret):
     place = random.integers(-2, 90, num_rows).astype(np.int32) if packed else 5 * np.arange(num_rows)
     items, num_items, most_cut = work.decode_items(
         jnp.asarray(lengths), jnp.asarray(new), jnp.asarray(place) if packed else 5,
-        work.Cutting(capacity, reach, 64, wave, 100, **options), alone_of=60 if packed else None, interpret=interpret,
+        work.Cutting(capacity, window_mask, 64, wave, 100, **options), alone_of=60 if packed else None,
+        interpret=interpret,
     )  # fmt: skip
     taken = (new == 1) & (place >= 0) & (place < 60) if packed else None
-    expected = decode_items(np.clip(lengths, 0, capacity), new, taken, reach, wave, 100, place, **options)
+    expected = decode_items(np.clip(lengths, 0, capacity), new, taken, window_mask, wave, 100, place, **options)
     np.testing.assert_array_equal(items[:num_items], expected[0])
     assert most_cut == expected[1] >= expected[0][0, 11]
 
@@ -113,7 +114,7 @@ def test_kernel_makes_this_list(name, interpret):
 def test_decode_items_are_even(new, window, wave):
     """One row 100 times as long as the rest is cut as finely as they are, and every tile seen is in one item."""
     lengths, taken = [32_000, 300, 0, 64, 300], [True, True, True, False, True]
-    items, most_cut = decode_items(lengths, [new, new, 0, new, new], taken, Reach(window), wave)
+    items, most_cut = decode_items(lengths, [new, new, 0, new, new], taken, WindowMask(window), wave)
     used = items[items[:, 6] != work.UNUSED]
     assert (items[len(used) :, 6] == work.UNUSED).all() and (items[len(used) :, :3] == 0).all()
     cut = []

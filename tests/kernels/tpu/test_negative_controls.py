@@ -167,7 +167,7 @@ CONTROLS = {
         decode,
         but(ROWS, window=24),
         PLAIN,
-        Plant("_attend", "pages.reach.first(limit - 1)", "pages.reach.first(limit - 1) - 1"),
+        Plant("_attend", "pages.window_mask.first(limit - 1)", "pages.window_mask.first(limit - 1) - 1"),
     ),
     "tail not cleared": (
         decode,
@@ -320,7 +320,11 @@ CONTROLS = {
         prefill,
         but(CHUNKS, lengths=(99, 30, 9), window=34),
         PLAIN,
-        Plant("_kernel", "seen & (first_key >= pages.reach.first(limit - 1)) if pages.reach.ends else seen", "seen"),
+        Plant(
+            "_kernel",
+            "seen & (first_key >= pages.window_mask.first(limit - 1)) if pages.window_mask.ends else seen",
+            "seen",
+        ),
     ),
     "another tile's queries": (
         prefill,
@@ -482,7 +486,7 @@ CONTROLS |= {
         decode,
         but(ROWS, chunk=20),
         PLAIN,
-        Plant("_attend", "pages.reach.first(limit - 1)", "pages.reach.first(limit - 1) - 1"),
+        Plant("_attend", "pages.window_mask.first(limit - 1)", "pages.window_mask.first(limit - 1) - 1"),
     ),
     "values before the chunk": (
         decode,
@@ -496,8 +500,8 @@ CONTROLS |= {
         PLAIN,
         Plant(
             "Pages.first",
-            "divide(jnp.maximum(self.reach.first(oldest), 0), self.page_size)",
-            "0 * divide(jnp.maximum(self.reach.first(oldest), 0), self.page_size)",
+            "divide(jnp.maximum(self.window_mask.first(oldest), 0), self.page_size)",
+            "0 * divide(jnp.maximum(self.window_mask.first(oldest), 0), self.page_size)",
         ),
     ),
     "a chunk forgotten by rows of one token": (
@@ -506,7 +510,7 @@ CONTROLS |= {
         PLAIN,
         Plant(
             "attend",
-            "decode(flat[at], stored, tables, jnp.where(single, kv_lens, 0), options, reach=reach, **own)",
+            "decode(flat[at], stored, tables, jnp.where(single, kv_lens, 0), options, window_mask=window_mask, **own)",
             "decode(flat[at], stored, tables, jnp.where(single, kv_lens, 0), options, **own)",
         ),
     ),
@@ -528,13 +532,13 @@ CONTROLS |= {
         PLAIN,
         Plant("_kernel", "(froms[tile], untils[tile])", "(froms[tile], limits[tile])"),
     ),
-    "heads and tokens of a sight mixed up": (
+    "heads and tokens of a token_mask mixed up": (
         prefill,
         but(CHUNKS, tree=True),
         PLAIN,
-        Plant("prefill", "jnp.tile(sight.tokens, (1, 1, group))", "jnp.repeat(sight.tokens, group, axis=2)"),
+        Plant("prefill", "jnp.tile(token_mask.tokens, (1, 1, group))", "jnp.repeat(token_mask.tokens, group, axis=2)"),
     ),
-    "the sight of the tile before": (
+    "the token_mask of the tile before": (
         prefill,
         but(CHUNKS, tree=True),
         PLAIN,
@@ -557,15 +561,17 @@ FIRST_TOKENS = {
         PLAIN,
         Plant(
             "decode_step",
-            "Reach.of_mask(mask, capacity)",
-            "Reach.of_mask(mask, capacity)._replace(sink_tokens=0)",
+            "WindowMask.from_spec(mask, capacity)",
+            "WindowMask.from_spec(mask, capacity)._replace(sink_tokens=0)",
         ),
     ),
     "the first tokens left out of many": (
         prefill,
         FIRST_CHUNKS,
         PLAIN,
-        Plant("attend", "Reach.of_mask(mask, tables.shape[1] * kv.shape[3])", "Reach(mask.window, mask.chunk)"),
+        Plant(
+            "attend", "WindowMask.from_spec(mask, tables.shape[1] * kv.shape[3])", "WindowMask(mask.window, mask.chunk)"
+        ),
     ),
     "the first tokens' pages taken for the window's": (
         decode,
@@ -589,7 +595,7 @@ FIRST_TOKENS = {
         decode,
         FIRST,
         PLAIN,
-        Plant("Pages.hide_values", "[self.sink_pages - 1] * (self.reach.sink_tokens % self.page_size > 0)", "[]"),
+        Plant("Pages.hide_values", "[self.sink_pages - 1] * (self.window_mask.sink_tokens % self.page_size > 0)", "[]"),
     ),
     "the first tokens counted twice": (
         decode,

@@ -12,7 +12,7 @@ from seen import seen_by
 
 import pallas_kernels
 from pallas_kernels import testing
-from pallas_kernels.common import masks as sight
+from pallas_kernels.common import masks
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.common.ragged_layout import default_offsets, locate
 from pallas_kernels.xla.spans import attend_spans
@@ -35,7 +35,7 @@ CASES = {
 
 
 def differs(module, packed=True, **asked) -> str:
-    """Where the module's sights are wrong; "" if nowhere."""
+    """Where the module's masks are wrong; "" if nowhere."""
     case = testing.Case(LENGTHS, NEW, padding=2, packed=packed, **asked)
     options = testing.make_options(case)
     lengths, new = jnp.asarray(LENGTHS, jnp.int32), jnp.asarray(NEW, jnp.int32)
@@ -43,17 +43,19 @@ def differs(module, packed=True, **asked) -> str:
     start = default_offsets(new) if case.packed else jnp.arange(len(NEW), dtype=jnp.int32) * axes[1]
     token = jax.tree.map(jnp.ravel, locate(axes, lengths, new))
     tree, spans = (None if (x := options.get(name)) is None else x.reshape(-1) for name in ("tree", "spans"))
-    reach = module.Reach(case.window, case.chunk, case.sink_tokens or 0)
+    window_mask = module.WindowMask(case.window, case.chunk, case.sink_tokens or 0)
     if spans is not None and not module.are_runs(token, spans):
         return "runs"
-    found = module.find_sight(token, lengths - new, start, axes[-1], reach, tree, spans)
+    found = module.find_token_mask(token, lengths - new, start, axes[-1], window_mask, tree, spans)
     rows = [(row, first) for row, count in enumerate(NEW) for first in range(0, count, TILE)]
     nth = np.array([[first + i for i in range(TILE)] for _, first in rows], np.int32)
     row = np.array([row for row, _ in rows])
     there = jnp.asarray(nth < np.array(NEW)[row][:, None])
-    tiles = module.cut(found, start[row][:, None] + jnp.asarray(nth), there)
+    tiles = module.tile_masks(found, start[row][:, None] + jnp.asarray(nth), there)
     lines = [tiles.tokens[:, i, :, None] for i in range(tiles.tokens.shape[1])]
-    seen = np.asarray(module.sees(jnp.arange(PLACES, dtype=jnp.int32)[None, None], *lines[:3], lines[3:], reach))
+    seen = np.asarray(
+        module.is_visible(jnp.arange(PLACES, dtype=jnp.int32)[None, None], *lines[:3], lines[3:], window_mask)
+    )
     for tile, (row, _) in enumerate(rows):
         before, first = LENGTHS[row] - NEW[row], int(start[row])
         of_row = [None if x is None else np.asarray(x)[first : first + NEW[row]] for x in (tree, spans)]
@@ -63,16 +65,16 @@ def differs(module, packed=True, **asked) -> str:
                 for t in nth[tile]
                 if t < NEW[row]
             ]
-            for sink_tokens in (reach.sink_tokens, 0)
+            for sink_tokens in (window_mask.sink_tokens, 0)
         )
         actual = [set(np.flatnonzero(x).tolist()) for x in seen[tile]]
         if actual != expected + [set()] * (TILE - len(expected)):
             return "seen"
         # First tokens are walked in any case; those of a tree may stand behind others.
-        walked = expected if case.tree and before < reach.sink_tokens else by_window
+        walked = expected if case.tree and before < window_mask.sink_tokens else by_window
         places, by_all = set.union(*walked), set.intersection(*walked)
         begin, end = int(tiles.start[tile]), int(tiles.stop[tile])
-        oldest = max(int(reach.first(jnp.int32(before))), 0) if case.tree else min(places)
+        oldest = max(int(window_mask.first(jnp.int32(before))), 0) if case.tree else min(places)
         oldest = 0 if walked is expected else oldest
         if not oldest <= begin <= min(places) or end != max(places) + 1:
             return "walk"  # a tree's may begin at places that none of these tokens see
@@ -85,86 +87,86 @@ def differs(module, packed=True, **asked) -> str:
 @pytest.mark.parametrize("packed", [True, False] if NIGHTLY else [True])
 @pytest.mark.parametrize("name", CASES)
 def test_against_counting(name, packed):
-    assert not differs(sight, packed, **CASES[name])
+    assert not differs(masks, packed, **CASES[name])
 
 
 # By name: the case that notices, and what is planted. In each of these the interpreted kernels would be wrong, too.
 MISTAKES = {
     "a chunk that begins one late": (
         "chunk",
-        Plant("Reach.first", "position & -self.chunk", "position + 1 & -self.chunk"),
+        Plant("WindowMask.first", "position & -self.chunk", "position + 1 & -self.chunk"),
     ),
     "an odd chunk taken for a window": (
         "an odd chunk",
-        Plant("Reach.first", "position - lax.rem(position, jnp.int32(self.chunk))", "position - self.chunk + 1"),
+        Plant("WindowMask.first", "position - lax.rem(position, jnp.int32(self.chunk))", "position - self.chunk + 1"),
     ),
     "a window one too wide": (
         "tree, window",
-        Plant("Reach.first", "self.window - 1", "self.window"),
+        Plant("WindowMask.first", "self.window - 1", "self.window"),
     ),
     "a tree's token at its place": (
         "tree, window",
-        Plant("find_sight", "base + found.depth", "token.position"),
+        Plant("find_token_mask", "base + found.depth", "token.position"),
     ),
     "an ancestor at its place": (
         "tree, window",
-        Plant("find_sight", "found.depth.at", "jnp.arange(found.depth.size).at"),
+        Plant("find_token_mask", "found.depth.at", "jnp.arange(found.depth.size).at"),
     ),
     "ancestors before the chunk": (
         "tree, chunk",
-        Plant("find_sight", "seen &= reach.covers(base[:, None] + theirs, first[:, None])", ""),
+        Plant("find_token_mask", "seen &= window_mask.covers(base[:, None] + theirs, first[:, None])", ""),
     ),
     "a tree's token that sees its place's context": (
         "tree",
-        Plant("find_sight", "base - 1", "token.position"),
+        Plant("find_token_mask", "base - 1", "token.position"),
     ),
     "an ancestor among the first tokens forgotten": (
         "tree, window, first tokens",
         Plant(
-            "find_sight",
-            "reach.covers(base[:, None] + theirs, first[:, None])",
+            "find_token_mask",
+            "window_mask.covers(base[:, None] + theirs, first[:, None])",
             "base[:, None] + theirs >= first[:, None]",
         ),
     ),
     "a walk from the window where first tokens end in a tree": (
         "tree, window, first tokens",
-        Plant("find_sight", "jnp.where(base < reach.sink_tokens, 0, first)", "first"),
+        Plant("find_token_mask", "jnp.where(base < window_mask.sink_tokens, 0, first)", "first"),
     ),
     "first tokens forgotten": (
         "spans, window, first tokens",
-        Plant("sees", "reach.covers(key, first)", "key >= first"),
+        Plant("is_visible", "window_mask.covers(key, first)", "key >= first"),
     ),
     "first tokens behind a token": (
         "spans, window, first tokens",
         Plant(
-            "sees",
-            "reach.covers(key, first) & (key <= last)",
-            "(key >= first) & (key <= last) | (key < reach.sink_tokens)",
+            "is_visible",
+            "window_mask.covers(key, first) & (key <= last)",
+            "(key >= first) & (key <= last) | (key < window_mask.sink_tokens)",
         ),
     ),
     "bits of the first word only": (
         "tree",
-        Plant("sees", "jnp.where(nth >> 5 == i, bits, word)", "bits if i == 0 else word"),
+        Plant("is_visible", "jnp.where(nth >> 5 == i, bits, word)", "bits if i == 0 else word"),
     ),
     "bits that come round again": (
         "tree",
-        Plant("sees", "jnp.where(nth >> 5 == i, bits, word)", "jnp.where(nth >> 5 <= i, word, bits)"),
+        Plant("is_visible", "jnp.where(nth >> 5 == i, bits, word)", "jnp.where(nth >> 5 <= i, word, bits)"),
     ),
     "bits counted from one": (
         "tree",
-        Plant("sees", "key - before", "key - before + 1"),
+        Plant("is_visible", "key - before", "key - before + 1"),
     ),
     "a bit for two tokens": (
         "tree",
-        Plant("sees", "WORD - 1", "WORD - 2"),
+        Plant("is_visible", "WORD - 1", "WORD - 2"),
     ),
     "a span that does not look back": (
         "spans, window",
-        Plant("find_sight", "jnp.minimum(first, own - back)", "first"),
+        Plant("find_token_mask", "jnp.minimum(first, own - back)", "first"),
     ),
     "a span that does not look ahead": (
         "spans",
-        Plant("find_sight", "own + ahead", "own"),
+        Plant("find_token_mask", "own + ahead", "own"),
     ),
     "a span over two rows": (
         "spans",
@@ -177,19 +179,25 @@ MISTAKES = {
     ),
     "a walk that ends at the last context": (
         "tree",
-        Plant("cut", "jnp.maximum(last, own)", "last"),
+        Plant("tile_masks", "jnp.maximum(last, own)", "last"),
     ),
     "a walk from the last token's chunk": (
         "chunk",
-        Plant("cut", "jnp.min(jnp.where(there, first, FAR), axis=1)", "jnp.max(jnp.where(there, first, 0), axis=1)"),
+        Plant(
+            "tile_masks", "jnp.min(jnp.where(there, first, FAR), axis=1)", "jnp.max(jnp.where(there, first, 0), axis=1)"
+        ),
     ),
     "sure of what the first token sees": (
         "chunk",
-        Plant("cut", "jnp.min(jnp.where(there, last, FAR), axis=1)", "jnp.max(jnp.where(there, last, 0), axis=1)"),
+        Plant(
+            "tile_masks", "jnp.min(jnp.where(there, last, FAR), axis=1)", "jnp.max(jnp.where(there, last, 0), axis=1)"
+        ),
     ),
     "sure of the first token's chunk": (
         "chunk",
-        Plant("cut", "jnp.max(jnp.where(there, first, 0), axis=1)", "jnp.min(jnp.where(there, first, FAR), axis=1)"),
+        Plant(
+            "tile_masks", "jnp.max(jnp.where(there, first, 0), axis=1)", "jnp.min(jnp.where(there, first, FAR), axis=1)"
+        ),
     ),
 }
 
