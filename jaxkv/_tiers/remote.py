@@ -53,14 +53,19 @@ def transfer_address(host: str = "127.0.0.1") -> str:
 
 def offer(cache: Cache, rows: np.ndarray, to: str) -> None:
     """Offers rows to the process at an address, which gets them by `receive`. They are copied: the cache may change."""
+    offer_rows(cache, rows, f"{transfer_address()} {to} {_sent[to]}")
+    _sent[to] += 1
+
+
+def offer_rows(cache: Cache, rows: np.ndarray, key: str) -> None:
+    """Offers rows to whoever asks for `key` first, by `pull_rows`."""
     saved, tensors = read_rows(cache, rows)
     told = {"fields": described(saved), "tensors": [[n, x.dtype.name, list(x.shape)] for n, x in tensors.items()]}
     header = np.frombuffer(json.dumps(told).encode(), np.uint8)
-    name = _name(transfer_address(), to, _sent[to])
+    transfer_address()
     parts = [[np.array([len(header)], np.int32)], [header], [x for x in tensors.values() if x.size]]
     for i, arrays in enumerate(parts):  # the next is asked for once what was before says its shape
-        _servers[0].await_pull(name + i, jax.device_put(arrays, jax.local_devices()[0]))
-    _sent[to] += 1
+        _servers[0].await_pull(_name(key) + i, jax.device_put(arrays, jax.local_devices()[0]))
 
 
 def receive(
@@ -114,10 +119,9 @@ def receive(
     return result, target
 
 
-def _name(source: str, target: str, number: int) -> int:
+def _name(key: str) -> int:
     """Returns the first of the numbers by which both sides know the arrays of a transfer."""
-    digest = hashlib.blake2b(f"{source} {target} {number}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest) * 4
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()) * 4
 
 
 Fetched = tuple[dict[str, Any], dict[str, np.ndarray]]
@@ -134,7 +138,7 @@ def _fetch(source: str) -> concurrent.futures.Future[Fetched]:
 
         def fetch() -> None:
             try:
-                found.set_result(_pull_rows(source, number))
+                found.set_result(pull_rows(source, f"{source} {transfer_address()} {number}"))
             except Exception as error:
                 found.set_exception(error)
 
@@ -142,8 +146,13 @@ def _fetch(source: str) -> concurrent.futures.Future[Fetched]:
     return _fetches[source]
 
 
-def _pull_rows(source: str, number: int) -> Fetched:
-    name, connection = _name(source, transfer_address(), number), _servers[0].connect(source)
+def pull_rows(source: str, key: str) -> Fetched:
+    """Returns what a process offers by a key: the header of a saved cache, and its tensors. Waits for it for ever.
+
+    Raises JaxRuntimeError if that process goes.
+    """
+    transfer_address()
+    name, connection = _name(key), _servers[0].connect(source)
     place = SingleDeviceSharding(jax.local_devices()[0])
 
     def pull(part: int, *specs: tuple[tuple[int, ...], Any]) -> list[np.ndarray]:

@@ -49,16 +49,23 @@ class SavedRows:
 
     def row(self, row: int, config: CacheConfig) -> SavedRow | None:
         """Returns what reads a row for a cache of this config; None if its blocks need lost tokens."""
-        own = np.array([row])
-        held = [held_rows(self.saved, self._tensors, g, own) for g in range(len(self.saved.groups))]
-        try:
-            plans = fit(config, self.saved.groups, held, self.saved.block_size)
-        except TokensGone:
-            return None
-        held = fill_blocks(held, self.saved.groups, plans, config)
-        states = saved_states(self._tensors, config, own)
-        length = self.saved.lengths[row]
-        return SavedRow(self.path, row, functools.partial(_read, self._tensors, config, length, held, plans, states))
+        read = plan_row(self.saved, self._tensors, row, config)
+        return None if read is None else SavedRow(self.path, row, read)
+
+
+def plan_row(
+    saved: SavedCache, tensors: Mapping[str, np.ndarray], row: int, config: CacheConfig
+) -> Callable[[], HostBlocks] | None:
+    """Returns what reads a saved row for a cache of this config; None if its blocks need lost tokens."""
+    own = np.array([row])
+    held = [held_rows(saved, tensors, g, own) for g in range(len(saved.groups))]
+    try:
+        plans = fit(config, saved.groups, held, saved.block_size)
+    except TokensGone:
+        return None
+    held = fill_blocks(held, saved.groups, plans, config)
+    states = saved_states(tensors, config, own)
+    return functools.partial(_read, tensors, config, saved.lengths[row], held, plans, states)
 
 
 def _read(

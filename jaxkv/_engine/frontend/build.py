@@ -7,6 +7,7 @@ from typing import Any
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import flag, integer, real
 from jaxkv._core.state.device_arrays import AXIS, split_model
+from jaxkv._engine.hosts.remote_prefill import RemotePrefill
 from jaxkv._engine.programs.draft_model import make_drafter
 from jaxkv._engine.programs.model import takes
 from jaxkv._engine.programs.step_rows import Hook
@@ -15,7 +16,7 @@ from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.runner.cache_manager import CacheManager
 from jaxkv._engine.runner.disaggregated_prefill import Prefill
 from jaxkv._engine.runner.engine_core import EngineCore
-from jaxkv._engine.runner.fingerprint import make_prefix
+from jaxkv._engine.runner.fingerprint import fingerprint, make_prefix
 from jaxkv._engine.runner.model_runner import ModelRunner
 from jaxkv._engine.runner.swap_policy import Swap
 
@@ -80,7 +81,11 @@ def make_cores(
         pipeline = ModelRunner(model, residents, hook, step_tokens, *guesses, hook_args, deterministic)
         drafter = make_drafter(own_draft, config, step_tokens, *guesses)
         sizes = (step_tokens, long_prefill_tokens)
-        apart = None if own_prefill is None else Prefill(own_prefill, config, *sizes, residents, deterministic)
+        apart: Prefill | RemotePrefill | None = None
+        if isinstance(own_prefill, str):
+            apart = RemotePrefill(own_prefill, config, fingerprint(model))
+        elif own_prefill is not None:
+            apart = Prefill(own_prefill, config, *sizes, residents, deterministic)
         loops.append(EngineCore(residents, pipeline, *sizes, steps_per_dispatch, drafter, apart))
     return loops
 

@@ -88,7 +88,8 @@ class Engine(Closable, Servable, Resumable, Updatable):
         other rows. Rows then share nothing: each sample computes its prompt. Not with `prefix_cache` or `draft`. Rows
         whose last queries are still needed are not swapped.
       prefill: the same model on other devices, which computes prompts in its own cache of the same size. Rows are sent
-        to this cache when there is room, so that no prompt delays a decoding row.
+        to this cache when there is room, so that no prompt delays a decoding row. Or the address of another process,
+        whose engine of the same model is in `serve_prefill`: prompts are computed there, and here while it is gone.
       deterministic: call the model with `deterministic=True`, which the models of `jaxkv.models` give to
         `jaxkv.attention`: a row's attention is the same to the bit with any other rows, blocks and order, at
         the cost of some speed. XLA computes the model's other sums as usual.
@@ -150,7 +151,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
             step_tokens=self.step_tokens, prefix_cache=flag("prefix_cache", prefix_cache), mesh=mesh,
             **sizes,
         )  # fmt: skip
-        deterministic = read_deterministic(deterministic, model, prefill)
+        deterministic = read_deterministic(deterministic, model, None if isinstance(prefill, str) else prefill)
         keepers = (logits_hook, prefill, evict, None if draft == "ngram" else draft)
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
         check_shapes(models[0], config, is_divided=mesh is not None)

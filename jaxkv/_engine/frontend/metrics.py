@@ -59,8 +59,8 @@ def steps(loops: Sequence[EngineCore]) -> int:
 
 
 def tokens(loops: Sequence[EngineCore]) -> int:
-    prefills = [loop.prefill.pipeline for loop in loops if loop.prefill]
-    return sum(pipeline.tokens for pipeline in [*prefills, *(loop.pipeline for loop in loops)])
+    parts = [part for loop in loops for part in (loop.pipeline, loop.prefill) if part is not None]
+    return sum(part.tokens for part in parts)
 
 
 def set_back(loops: Sequence[EngineCore]) -> int:

@@ -60,7 +60,12 @@ class Updatable:
             parts = self._read_weights("model", model, [loop.pipeline for loop in self._loops], flat)
             drafters = [loop.drafter for loop in self._loops]
             drafts = None if draft is None else self._read_weights("draft", draft, drafters)
-            apart = [loop.prefill and loop.prefill.pipeline for loop in self._loops]
+            if any(loop.prefill and not loop.prefill.list_pipelines() for loop in self._loops):
+                raise ValueError(
+                    "This engine's prompts are computed in another process, whose model has the same weights: make "
+                    "both engines anew with the new ones."
+                )
+            apart = [loop.prefill and loop.prefill.list_pipelines()[0] for loop in self._loops]
             if prefill is None and apart[0] is not None:
                 raise ValueError(
                     "This engine computes prompts with a model of its own, which must have the same weights: give "

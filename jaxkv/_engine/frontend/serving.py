@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import integer
 from jaxkv._core.state.errors import CacheError
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
@@ -19,6 +20,8 @@ from jaxkv._engine.frontend.engine_lock import EngineBusy, EngineLock
 from jaxkv._engine.frontend.metrics import Latencies
 from jaxkv._engine.frontend.request_reader import RequestReader
 from jaxkv._engine.hosts.lockstep import LockstepCores
+from jaxkv._engine.hosts.prefill_server import PrefillServer
+from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.waiting import call_all, collect_tokens, wait_until
 from jaxkv._engine.runner.engine_core import EngineCore
 
@@ -48,6 +51,9 @@ class Servable:
     _turn: EngineLock
     _reader: RequestReader
     _exclusive: Callable[..., Any]
+    _refuse_lockstep: Callable[[str], None]
+    submit: Callable[..., Request]
+    config: CacheConfig
 
     @property
     def is_idle(self) -> bool: ...  # type: ignore[empty-body]
@@ -105,6 +111,48 @@ class Servable:
             if end():  # else Python ends, and has ended the thread before
                 self._server = None
                 self._wake_all()
+
+    @contextlib.contextmanager
+    def serve_prefill(self, address: str = "127.0.0.1:0") -> Iterator[str]:
+        """Computes prompts for engines in other processes, made with `prefill=address`, until the context ends.
+
+        Includes `serve`. Prompts are computed as requests here, with this engine's prefix cache; block sizes and meshes
+        may differ from theirs. Rows are copied by JAX's transfer server, as by `jaxkv.send`. If this process is lost,
+        those engines compute their prompts themselves until it is back at the address: nothing but time is lost. Who
+        reaches the address can submit prompts: let it be in a network of your own.
+
+        Args:
+          address: `host:port`, by which the others reach this process; with port 0 a free one.
+
+        Yields:
+          the address.
+
+        Raises:
+          ValueError: no address; the model's devices are those of several processes; rows that evict, or that keep
+            first tokens before a window. ImportError: this JAX has no transfer server. OSError: the port is taken.
+
+        >>> import jaxkv
+        >>> sizes = dict(max_seqs=2, max_seq_len=64)
+        >>> with jaxkv.Engine(jaxkv.models.small(), **sizes).serve_prefill() as address:  # in another process
+        ...     engine = jaxkv.Engine(jaxkv.models.small(), **sizes, prefill=address)
+        ...     request = engine.submit(list(b"import "), max_new_tokens=4)
+        ...     len(request.result()), engine.stats()["sent"]
+        (4, 1)
+        """
+        self._refuse_lockstep("serve_prefill")
+        layers, evicts = self.config.layers, any(loop.residents.eviction for loop in self._loops)
+        if evicts or any(layer.evict or layer.sink_tokens for layer in layers):
+            raise ValueError(
+                "serve_prefill sends rows that hold all tokens or a window of them, and rows of this engine evict, or "
+                "keep first tokens before a window: compute their prompts where they are decoded."
+            )
+        model = self._loop.name_model()
+        with contextlib.nullcontext() if self.is_served else self.serve():
+            server = PrefillServer(self.submit, self._loops, self.config, model, address)
+            try:
+                yield server.address
+            finally:
+                server.close()
 
     def lend_step(self) -> bool:
         """Takes a step for a thread that waits, unless another thread has the engine. Tells whether it did."""

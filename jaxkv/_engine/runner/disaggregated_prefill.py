@@ -7,7 +7,7 @@ so that neither side needs memory for rows in transit.
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import show
@@ -26,6 +26,53 @@ MOST_FLIGHTS = 2  # in-flight steps: one that runs, and one that waits for it
 _NOBODY = Request(
     number=0, prompt=[0], limit=1, choice=SamplingParams(), eos=frozenset(), salt=None, num_logprobs=None, news={},
 )  # fmt: skip
+
+
+class PromptComputer(Protocol):
+    """What an engine asks of whatever computes its prompts apart."""
+
+    sent: int  # rows that came from it
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed so far."""
+
+    def list_residents(self) -> list[CacheManager]:
+        """Returns its cache manager, if it has one in this process."""
+
+    def list_pipelines(self) -> list[ModelRunner]:
+        """Returns its model runner, if it has one in this process."""
+
+    def warm(self) -> list[Callable[[], Any]]:
+        """Returns functions that compile all programs when called in order."""
+
+    def exchange(self, waiting: Queue, *, wait: bool) -> None:
+        """Takes sequences with prompts to compute from a queue, and puts computed ones back.
+
+        Args:
+          wait: wait for some, if any are computed and the queue is empty.
+        """
+
+    def has(self, sequence: Sequence) -> bool:
+        """Tells whether it has a sequence that it has not put back."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forgets a sequence in any state."""
+
+    def rest(self) -> None:
+        """Forgets in-flight steps: no work is left."""
+
+    def restart(self) -> None:
+        """Forgets all sequences."""
+
+    def release(self) -> None:
+        """Frees its memory until `restore`."""
+
+    def restore(self) -> None:
+        """Takes its memory again."""
+
+    def close(self) -> None:
+        """Frees its memory for good."""
 
 
 class Elsewhere(NamedTuple):
@@ -64,6 +111,23 @@ class Prefill:
             self.residents, step_tokens=self.step_tokens, long_prefill_tokens=self.long_prefill_tokens
         )
         self._own: dict[Sequence, Sequence] = {}  # the local stand-in of each sequence
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed so far."""
+        return self.pipeline.tokens
+
+    def list_residents(self) -> list[CacheManager]:
+        """Returns its cache manager, alone."""
+        return [self.residents]
+
+    def list_pipelines(self) -> list[ModelRunner]:
+        """Returns its model runner, alone."""
+        return [self.pipeline]
+
+    def rest(self) -> None:
+        """Forgets in-flight steps: no work is left."""
+        self.pipeline.flights.clear()
 
     def has(self, sequence: Sequence) -> bool:
         """Tells whether a sequence is being computed here, or waits here for its hand-over."""
@@ -167,13 +231,9 @@ def check_prefill(prefill: Any, model: Any, **others: Any) -> None:
     """Raises ValueError unless `prefill` can compute prompts for that model."""
     if prefill is None:
         return
-    if not callable(prefill) or not hasattr(prefill, "layer_configs"):
-        raise ValueError(f"prefill must be the model once more, on other devices, or None, not {show(prefill)}.")
-    if prefill.layer_configs != model.layer_configs or _config(prefill) != _config(model):
-        raise ValueError(
-            "prefill must be the same model on other devices, but its layers or its config are others: load both from "
-            "one folder."
-        )
+    is_address = isinstance(prefill, str) and ":" in prefill
+    if not is_address:
+        _check_model(prefill, model)
     reasons = {
         "prefix_cache": "a prefix cache would have to lie where prompts are computed",
         "evict": "the queries that scores ask for would have to be sent, too",
@@ -184,6 +244,19 @@ def check_prefill(prefill: Any, model: Any, **others: Any) -> None:
     for name, given in others.items():
         if given:
             raise ValueError(f"{name}= and prefill= do not go together yet, for {reasons[name]}: leave one out.")
+
+
+def _check_model(prefill: Any, model: Any) -> None:
+    if not callable(prefill) or not hasattr(prefill, "layer_configs"):
+        raise ValueError(
+            f"prefill must be the model once more, on other devices, or None, not {show(prefill)}. For another process "
+            "it is the address that its engine's serve_prefill gives."
+        )
+    if prefill.layer_configs != model.layer_configs or _config(prefill) != _config(model):
+        raise ValueError(
+            "prefill must be the same model on other devices, but its layers or its config are others: load both from "
+            "one folder."
+        )
 
 
 def _config(model: Any) -> Any:

@@ -16,7 +16,7 @@ from jaxkv._engine.requests.sampling import Kind
 from jaxkv._engine.requests.scheduler import Scheduler, Sequence, Unsure
 from jaxkv._engine.runner.cache_manager import CacheManager
 from jaxkv._engine.runner.device_cache import RELEASED
-from jaxkv._engine.runner.disaggregated_prefill import Prefill
+from jaxkv._engine.runner.disaggregated_prefill import PromptComputer
 from jaxkv._engine.runner.fingerprint import fingerprint
 from jaxkv._engine.runner.model_runner import ModelRunner
 from jaxkv._files.save_rows import save
@@ -32,7 +32,7 @@ class EngineCore:
 
     def __init__(
         self, residents: CacheManager, pipeline: ModelRunner, step_tokens: int, long_prefill_tokens: int | None,
-        steps_per_dispatch: int, drafter: Drafter | None, prefill: Prefill | None,
+        steps_per_dispatch: int, drafter: Drafter | None, prefill: PromptComputer | None,
     ):  # fmt: skip
         self.residents, self.pipeline, self.drafter, self.prefill = residents, pipeline, drafter, prefill
         self.step_tokens, self.long_prefill_tokens = step_tokens, long_prefill_tokens
@@ -42,6 +42,8 @@ class EngineCore:
         self.submitted: collections.deque[Request] = collections.deque()
         self.cancelled: collections.deque[Request] = collections.deque()
         self.open: dict[Request, Sequence] = {}  # requests that are not done, and their sequences
+        # Called with each sequence whose last tokens are computed, while it still has its row.
+        self.on_computed: Callable[[Sequence], None] | None = None
         self.is_at_work = False
         self._soundness = Soundness()
         self._restart()
@@ -87,7 +89,7 @@ class EngineCore:
                 if sequence.length >= sequence.limit and sequence.row is not None:  # nothing more to compute
                     if self.residents.prefix is not None and len(sequence.tokens) < sequence.cached:
                         self._read(0)  # the drafter needs the tokens
-                    self.scheduler.finish(sequence)
+                    self._finish(sequence)
         elif self.scheduler.waiting and not self.scheduler.running:  # even an otherwise empty cache has no room
             self._refuse(self.scheduler.waiting.first()[0])
         self._rest()
@@ -182,7 +184,8 @@ class EngineCore:
                 residents.prefix_rows.rename(model)
             self.pipeline.leaves = leaves
             if self.prefill is not None and prefill is not None:
-                self.prefill.pipeline.leaves = prefill
+                (apart,) = self.prefill.list_pipelines()
+                apart.leaves = prefill
             if self.residents.is_released:
                 self._queue_open({})
             else:
@@ -327,8 +330,14 @@ class EngineCore:
                         sequence.tokens.append(token)
                         sequence.unread -= 1
                 if request.done:
-                    self.scheduler.finish(sequence)
+                    self._finish(sequence)
                     self.open.pop(request, None)
+
+    def _finish(self, sequence: Sequence) -> None:
+        """Frees the row of a sequence that has ended, or has nothing more to compute."""
+        if self.on_computed is not None and sequence.row is not None:
+            self.on_computed(sequence)
+        self.scheduler.finish(sequence)
 
     def _take_in(self) -> None:
         """Accepts the requests submitted and cancelled since the last step, maybe by another thread."""
@@ -356,13 +365,13 @@ class EngineCore:
         if not self.open:
             self.pipeline.flights.clear()
             if self.prefill is not None:
-                self.prefill.pipeline.flights.clear()
+                self.prefill.rest()
 
     def _all_residents(self) -> list[CacheManager]:
-        return [self.residents] if self.prefill is None else [self.residents, self.prefill.residents]
+        return [self.residents, *(self.prefill.list_residents() if self.prefill else [])]
 
     def _all_pipelines(self) -> list[ModelRunner]:
-        return [self.pipeline] if self.prefill is None else [self.pipeline, self.prefill.pipeline]
+        return [self.pipeline, *(self.prefill.list_pipelines() if self.prefill else [])]
 
     def make_sound(self) -> None:
         """Rebuilds everything from the durable state after an interrupted call."""

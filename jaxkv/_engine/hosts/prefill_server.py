@@ -1,0 +1,142 @@
+"""Computes prompts for engines in other processes, and sends them their rows: what `Engine.serve_prefill` runs."""
+
+import contextlib
+import functools
+import itertools
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxkv._core.blocks.restore import describe_layer
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._engine.hosts.lines import Line, read_address
+from jaxkv._engine.requests.entries import parse_salt
+from jaxkv._engine.requests.request import Request
+from jaxkv._engine.requests.scheduler import Sequence
+from jaxkv._engine.runner.engine_core import EngineCore
+from jaxkv._tiers.remote import offer_rows, transfer_address
+
+logger = logging.getLogger("jaxkv.engine")
+VERSION = 1  # of the messages
+
+
+class PrefillServer:
+    """Listens at an address for engines that decode, each a connection with a thread of its own.
+
+    A prompt is submitted to the engine here as a request of one token. When it is computed, its row is offered to JAX's
+    transfer server, from which the other engine gets it, and is free.
+
+    Args:
+      submit: the engine's. loops: its cores. model: a fingerprint of its model.
+    """
+
+    def __init__(
+        self, submit: Callable[..., Request], loops: list[EngineCore], config: CacheConfig, model: str | None,
+        address: str,
+    ):  # fmt: skip
+        host, port = read_address("address", address)
+        self._submit, self._loops = submit, loops
+        self._hello = {
+            "version": VERSION, "model": model, "layers": describe_layers(config), "longest": config.max_seq_len,
+            "rows": config.max_seqs, "transfer": transfer_address(host),
+        }  # fmt: skip
+        self._keys = (f"{secrets.token_hex(8)} {n}" for n in itertools.count())
+        self._lock = threading.Lock()
+        self._askers: dict[Request, tuple[Line, int]] = {}  # who asked for each, and by which number
+        self._lines: set[Line] = set()
+        self._listener = socket.create_server((host, port))
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        for loop in loops:
+            loop.on_computed = functools.partial(self._send_row, loop)
+        threading.Thread(target=self._accept, name="jaxkv prefill", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends all connections, and forgets what was asked for."""
+        for loop in self._loops:
+            loop.on_computed = None
+        with contextlib.suppress(OSError):  # so that `accept` wakes
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for line in list(self._lines):
+            line.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            line = Line(connection)
+            self._lines.add(line)
+            threading.Thread(target=self._serve, args=(line,), name="jaxkv prefill", daemon=True).start()
+
+    def _serve(self, line: Line) -> None:
+        """Takes the messages of a connection until it ends; what is not computed then is cancelled."""
+        try:
+            line.receive()
+            line.send(self._hello)
+            while True:
+                self._take(line, line.receive())
+        except ConnectionError:
+            pass
+        except (KeyError, TypeError, AttributeError) as error:
+            logger.warning("a process asks for prefill in other words: %r", error)
+        finally:
+            line.close()
+            self._lines.discard(line)
+            for request in [request for request, (other, _) in list(self._askers.items()) if other is line]:
+                request.cancel()
+
+    def _take(self, line: Line, message: dict[str, Any]) -> None:
+        """Submits a prompt, or cancels the one of a number."""
+        number = message["number"]
+        if "prompt" not in message:
+            for request in [request for request, asker in list(self._askers.items()) if asker == (line, number)]:
+                request.cancel()
+            return
+        with self._lock:  # it may be computed before it is known who asked
+            try:
+                request = self._submit(
+                    message["prompt"], 1, salt=parse_salt(*message["salt"]), adapter=message["adapter"],
+                    priority=message["priority"], keep_prefix=message["keep"], on_token=self._end,
+                )  # fmt: skip
+            except (ValueError, RuntimeError) as error:
+                line.send({"number": number, "error": str(error)})
+            else:
+                self._askers[request] = line, number
+
+    def _send_row(self, loop: EngineCore, sequence: Sequence) -> None:
+        """Offers the row of a prompt to whoever asked for it. It is copied, so it may be freed."""
+        line, number = self._find(sequence.request)
+        if line is None or line.is_closed:
+            return
+        key = next(self._keys)
+        try:
+            offer_rows(loop.residents.cache, np.array([sequence.row]), key)
+        except Exception as error:  # that engine computes it itself
+            logger.exception("a row cannot be sent")
+            line.send({"number": number, "error": str(error)})
+        else:
+            line.send({"number": number, "key": key})
+
+    def _end(self, request: Request, token: int | None) -> None:
+        """Says that a prompt will not be computed, if it has ended without."""
+        if token is None:
+            line, number = self._find(request)
+            if line is not None:
+                line.send({"number": number, "error": request.error or request.ended})
+
+    def _find(self, request: Request) -> tuple[Line | None, int]:
+        """Returns who asked for a request, once."""
+        with self._lock:
+            return self._askers.pop(request, (None, 0))
+
+
+def describe_layers(config: CacheConfig) -> list[str]:
+    """Returns what each layer stores, in words that must be equal where rows come from and go to."""
+    return [str(sorted(describe_layer(config, i).items())) for i in range(config.num_layers)]
