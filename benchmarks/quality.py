@@ -1,11 +1,12 @@
 """What storing, keeping or reading less costs real models on real text: English and Python source.
 
-    python benchmarks/quality.py [kinds windows evict quest drafts needles]
+    python benchmarks/quality.py [kinds windows evict quest drafts needles] [--stored int4]
 
 The text comes with Python: the language reference and modules of the standard library, eight documents of 2,048 tokens.
 Losses are SmolLM2-135M's mean negative log-likelihoods of each document's tokens, given those before it in a cache of
 the kind named; what is evicted is so after the first 1,024, and the loss is of the next 256. Needles are numbers that
-Gemma 3 270M finds again in English of 1k, 4k and 8k tokens. A part that was not run keeps its rows.
+Gemma 3 270M finds again in English of 1k, 4k and 8k tokens. A part that was not run keeps its rows, and so do
+the kinds that `--stored` does not name: its costs are beside the float32 of before.
 """
 
 import argparse
@@ -98,6 +99,18 @@ def compare(name: str, rows: Iterator[dict[str, Any]], keep: Callable[[list[dict
 def kinds(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
     for kind in KINDS:
         yield {"stored as": kind} | measure_loss(model, documents, dtype=kind)
+
+
+def replace_kind(kind: str, model: Any, documents: np.ndarray) -> None:
+    """Measures one kind anew, beside the others' rows."""
+    began, saved = time.process_time(), json.loads((RESULTS / "quality.json").read_text())
+    rows = saved["rows"]["kinds"]
+    if saved["tokens"] != documents.size:
+        raise SystemExit(f"The rows of before are of {saved['tokens']} tokens: leave --length out.")
+    row = {"stored as": kind} | measure_loss(model, documents, dtype=kind)
+    row["cost, %"] = 100 * (row["both"] / rows[0]["both"] - 1)
+    save_part("kinds", documents, began, [row if x["stored as"] == kind else x for x in rows], f"kinds, {kind}")
+    table([row])
 
 
 def windows(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
@@ -201,14 +214,16 @@ def needles(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
         yield from rows
 
 
-def save_part(name: str, documents: np.ndarray, began: float, rows: list[dict[str, Any]]) -> None:
+def save_part(
+    name: str, documents: np.ndarray, began: float, rows: list[dict[str, Any]], run_name: str | None = None
+) -> None:
     """Writes the rows of a part beside those of others, which another process may have run meanwhile."""
     file = RESULTS / "quality.json"
     before = json.loads(file.read_text()) if file.exists() else {"rows": {}, "runs": {}}
     run = {"commit": commit(), "date": datetime.date.today().isoformat(), "jax": jax.__version__,
            "CPU s": round(time.process_time() - began)}  # fmt: skip
     save("quality", before["rows"] | {name: rows}, documents=len(documents), tokens=int(documents.size),
-         runs=before["runs"] | {name: run})  # fmt: skip
+         runs=before["runs"] | {run_name or name: run})  # fmt: skip
 
 
 PARTS = {"kinds": kinds, "windows": windows, "evict": evictions, "quest": quest, "drafts": drafts, "needles": needles}
@@ -218,9 +233,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=list(PARTS), help="all, if none is named")
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a document that are read")
+    parser.add_argument("--stored", choices=KINDS[1:], help="measure this kind alone, and nothing else")
     arguments = parser.parse_args()
     model, text = load_smollm2()
     documents = read_documents(text)[:, : arguments.length]
+    if arguments.stored is not None:
+        return replace_kind(arguments.stored, model, documents)
     for name in arguments.parts or PARTS:
         keep = functools.partial(save_part, name, documents, time.process_time())
         compare(name, PARTS[name](model, documents), keep)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxkv._core.blocks.restore import describe_layer
+from jaxkv._core.blocks.restore import describe_layer, pool_layers
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import MOST_INDEX, real, show
 from jaxkv._core.state.state import Pool
@@ -64,6 +64,9 @@ def fingerprint(config: CacheConfig, model: str | None) -> bytes:
         for name in ("v_head_dim", "index_dim"):  # so that blocks of before the field was there are found
             if layer[name] is None:
                 del layer[name]
+    for i in pool_layers(config):
+        if config.kind(i).revision > 1:  # blocks of other bits are not found
+            layers[i]["revision"] = config.kind(i).revision
     parts = [_parts(config, i).values() for layers in config.groups for i in layers]
     stored = [[(dtype.name, shape) for dtype, shape in part] for part in parts]
     said = [FORMAT, VERSION, config.block_size, config.groups, layers, stored, model]

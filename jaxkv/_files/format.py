@@ -32,7 +32,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.blocks.restore import describe_layer
+from jaxkv._core.blocks.restore import describe_layer, pool_layers
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig, StateArray, kind_of
 from jaxkv._core.config.validation import MOST_TOKENS, integer, show
@@ -41,11 +41,11 @@ from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
 
 # Version 1 has no stacked and no quantized caches and no latent layers, version 2 no layers that rotate or have chunks,
-# version 3 no layers that evict, version 4 no recurrent layers, version 5 no snapshots, version 6 no index keys. The
-# versions are otherwise the same.
-FORMAT, VERSION, KNOWN = "jaxkv cache", "7", ("1", "2", "3", "4", "5", "6", "7")
+# version 3 no layers that evict, version 4 no recurrent layers, version 5 no snapshots, version 6 no index keys,
+# version 7 no storage format that was revised. The versions are otherwise the same.
+FORMAT, VERSION, KNOWN = "jaxkv cache", "8", ("1", "2", "3", "4", "5", "6", "7", "8")
 # Written where they will do, so that older readers read the file too.
-WITHOUT_STATES, WITHOUT_SNAPSHOTS, WITHOUT_INDEX = "4", "5", "6"
+WITHOUT_STATES, WITHOUT_SNAPSHOTS, WITHOUT_INDEX, WITHOUT_REVISIONS = "4", "5", "6", "7"
 CHECKSUMS, SNAPSHOTS = "checksums", "snapshots"
 MOST_EMPTY_ROWS = 1 << 16  # limit of rows for a cache with fewer blocks: tables of more rows only take memory
 CHUNK = 1 << 24  # bytes read at a time while a file is verified
@@ -105,7 +105,9 @@ def described(saved: SavedCache, has_snapshots: bool = False) -> dict[str, str]:
     version = WITHOUT_SNAPSHOTS if saved.config.recurrent_layers else WITHOUT_STATES
     version = WITHOUT_INDEX if has_snapshots else version
     has_index = any(layer.index_dim is not None for layer in saved.config.layers)
-    fields = {"format": FORMAT, "version": VERSION if has_index else version}
+    version = WITHOUT_REVISIONS if has_index else version
+    is_revised = any(saved.config.kind(i).revision > 1 for i in pool_layers(saved.config))
+    fields = {"format": FORMAT, "version": VERSION if is_revised else version}
     fields["cache"] = json.dumps({"config": _render(saved.config), "groups": saved.groups, "size": saved.block_size})
     if saved.model is not None:
         fields["model"] = saved.model
@@ -306,6 +308,9 @@ def _render(config: CacheConfig) -> dict[str, Any]:
         for name in ("v_head_dim", "index_dim"):  # so that older readers, which do not know the fields, read the file
             if layer[name] is None:
                 del layer[name]
+    for i in pool_layers(config):
+        if config.kind(i).revision > 1:
+            layers[i]["revision"] = config.kind(i).revision
     if not config.join_kv:  # so that older readers, which do not know the field, read the file too
         del fields["join_kv"]
     if config.snapshot_every is None:
@@ -318,12 +323,16 @@ def parse_config(fields: dict[str, Any]) -> CacheConfig:
     if not isinstance(fields, dict) or not all(isinstance(layer, dict) for layer in fields["layers"]):
         raise ValueError("its config is none")
     fields = {name: _tuples(value) for name, value in fields.items()}
-    layers = []
-    for layer in fields["layers"]:
+    layers: list[LayerConfig] = []
+    for layer in map(dict, fields["layers"]):
         # A layer that names the cache's own dtype equals a layer that names none; a layer that shares must name none.
         # The same holds for the rotation of heads.
         kind = kind_of(layer["dtype"], "its dtype")
         shares = layer["shares_with"] is not None
+        if layer.pop("revision", 1) != kind.revision and not shares and layer.get("states") is None:
+            raise ValueError(
+                f"layer {len(layers)} is stored in {kind.name} of another version, whose bits mean other numbers"
+            )
         own = layer["dtype"] != fields["dtype"] and not shares
         rotate = layer.get("rotate", False)
         rotate = None if shares or layer.get("rank") or layer.get("v_head_dim") or rotate == kind.rotates else rotate
