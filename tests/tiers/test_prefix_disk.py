@@ -1,5 +1,6 @@
 """The tier on disk of a prefix index: found again by the next process, and never another prompt's keys and values."""
 
+import dataclasses
 import errno
 import os
 import pathlib
@@ -18,6 +19,7 @@ import jaxkv
 from jaxkv._files import atomic, blocks
 from jaxkv._files.blocks import BlockFiles, SavedBlock
 from jaxkv._tiers.prefix_cache.index import digest_of
+from pallas_kernels.common.quantization import FORMATS
 
 PLENTY = 10**6
 DATA = pathlib.Path(__file__)
@@ -154,6 +156,17 @@ def test_every_kind_of_storage_comes_back_to_the_bit(tmp_path, fields):
     for new, old in zip(jax.tree.leaves(found), jax.tree.leaves(contents), strict=True):
         assert new.dtype == old.dtype and new.shape == old.shape
         np.testing.assert_array_equal(new.view(np.uint8), old.view(np.uint8))
+
+
+def test_blocks_of_another_revision_of_a_format_are_not_found(monkeypatch):
+    """Bits of int4 meant other numbers once."""
+    names = []
+    for revision in (1, 2):
+        monkeypatch.setitem(FORMATS, "int4", dataclasses.replace(FORMATS["int4"], revision=revision))
+        names.append(
+            {dtype: blocks.fingerprint(make_config().replace(dtype=dtype), None) for dtype in ("int4", "int8")}
+        )
+    assert names[0]["int4"] != names[1]["int4"] and names[0]["int8"] == names[1]["int8"]
 
 
 def noise(x):
