@@ -125,7 +125,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     the call.
 
     A call returns `(y, cache)`. With a cache, the layer prefills and decodes, many tokens or one a row, and is causal.
-    `decode` is ignored, there is no collection "cache", and checkpoints of Flax's layer load. Without a cache the layer
+    `decode` is ignored, no collection "cache" is read, and checkpoints of Flax's layer load. Without a cache the layer
     is Flax's, and returns `(y, None)`.
 
     Raises:

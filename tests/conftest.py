@@ -17,6 +17,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import jax
 import pytest
+from memory_maps import forget_many_programs
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -42,17 +43,10 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="by day cheaper cases of this test run"))
 
 
-MAPS = pathlib.Path("/proc/self/maps")
-MANY_MAPS = 30_000
-
-
 def pytest_runtest_teardown(item, nextitem):
-    """Let go of compiled programs once there are many. Each takes some thirty memory maps, of which Linux allows a
-    process 65,530: without this, XLA crashes in a worker that has run most of the tests. Until then a file is served
-    what the files before it compiled."""
-    last = nextitem is None or nextitem.path != item.path
-    if last and (not MAPS.exists() or MAPS.read_bytes().count(b"\n") > MANY_MAPS):
-        jax.clear_caches()
+    """Until there are many programs a file is served what the files before it compiled."""
+    if nextitem is None or nextitem.path != item.path:
+        forget_many_programs()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """`python -m jaxkv generate`: continues prompts, streams the text, and prints a report."""
 
 import argparse
+import itertools
 import sys
 import time
 from typing import Any
@@ -204,14 +205,25 @@ def _progress_bar() -> Any:
     return tqdm(unit=" tokens")
 
 
+def _tokens_per_second(times: list[float]) -> float | None:
+    """Returns the rate of tokens behind the longest pause, in which the program of decode steps is compiled."""
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    if len(pauses) < 2:
+        return None
+    begin = pauses.index(max(pauses)) + 1
+    seconds = times[-1] - times[begin]
+    return (len(times) - 1 - begin) / seconds if seconds else None
+
+
 def _report(engine: Any, prompts: list, outputs: list, times: list[float], choice: dict | None) -> str:
     config, count = engine.config, len(times)
-    first, last = (times[0], times[-1]) if times else (0.0, 0.0)
-    rate = f", then {(count - 1) / (last - first):.0f} tokens/s" if last > first else ""
+    first = times[0] if times else 0.0
+    rate = f", then {found:.0f} tokens/s" if (found := _tokens_per_second(times)) else ""
     held = stats(engine.cache)
     used, blocks = held["blocks_peak"], held["num_blocks"]
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     plural, lengths = ("s", f"{shortest} to {longest}") if longest > shortest else ("s" * (len(prompts) > 1), longest)
+    last = times[-1] if times else 0.0
     lines = [
         f"{len(prompts)} prompt{plural} of {lengths} tokens, "
         f"{count} new tokens in {last:.1f} s: the first after {first:.1f} s, compilation included{rate}.",

@@ -71,7 +71,7 @@ def snapkv(
 ) -> jax.Array:  # fmt: skip
     """Scores tokens by the attention of the last `window_size` queries, averaged over `kernel_size` neighbours.
 
-    The tokens of these queries are always kept.
+    The tokens of these queries are kept before all others, the latest first.
 
     Args:
       q: `[S, T, H, D]`, queries of each row's last tokens as `attention` takes them, padded at the end of each row.
@@ -102,7 +102,10 @@ def snapkv(
         weights, 0.0, jax.lax.add, (1, 1, 1, kernel_size), (1, 1, 1, 1),
         [(0, 0)] * 3 + [(kernel_size // 2, kernel_size - 1 - kernel_size // 2)],
     )  # fmt: skip
-    return _scores(_with_most(pooled.mean(axis=2) / kernel_size, held & ~own, own), held)
+    found = _with_most(pooled.mean(axis=2) / kernel_size, held & ~own, own)
+    # As much as the best of the others; among themselves the later count more, should a budget hold but some of them.
+    nth = (1 + place - jnp.min(place, axis=2, where=own, initial=held.shape[2], keepdims=True)).astype(jnp.float32)
+    return _scores(jnp.where(own, found * (1 + nth * 2.0**-20) + nth * TINY, found), held)
 
 
 def tova(

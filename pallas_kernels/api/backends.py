@@ -96,6 +96,16 @@ def read_platform(platform: Any) -> str:
     return platform
 
 
+def find_platform(*arrays: Any) -> str | None:
+    """Returns the platform of the devices that arrays, or descriptions of arrays, say that they lie on; None: none."""
+    for x in arrays:
+        sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+        if isinstance(sharding, jax.sharding.Sharding):
+            platform = next(iter(sharding.device_set)).platform
+            return "cuda" if platform == "gpu" else platform
+    return None
+
+
 def current_platform() -> str:
     """Returns what a program traced now is lowered for, if it does not say: the mesh's platform, else the default."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)

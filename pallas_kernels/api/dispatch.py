@@ -28,6 +28,7 @@ from pallas_kernels.api.backends import (
     choose,
     current_platform,
     find_backend,
+    find_platform,
     list_kernels,
     read_platform,
     unsupported,
@@ -215,7 +216,8 @@ def explain(
 
     Args:
       op: "paged_attention", "write_kv", "write_and_attend", "causal_conv", "gated_delta_rule" or "state_space".
-      platform: "cpu", "cuda" or "tpu"; default: the one a program traced now would be lowered for.
+      platform: "cpu", "cuda" or "tpu"; default: that of the devices on which the arguments say that they lie, else the
+        one that a program traced now would be lowered for.
       implementation: as for `paged_attention`.
       **arguments: the op's arguments, by name; of arrays only shapes and dtypes are read.
 
@@ -232,9 +234,8 @@ def explain(
     if op in MIXERS:
         return explain_mixer(op, platform=platform, implementation=implementation, **arguments)
     check_names(op, arguments)
-    if platform is not None:
-        platform = read_platform(platform)
     call = bundle_call(**arguments)
+    platform = find_platform(call.q, call.stored.kv) if platform is None else read_platform(platform)
     if call.q is not None and call.stored.kv is not None and call.batch.block_tables is not None:
         options = call.options
         if call.stored.latent_rank is not None and options.scale is None:  # which has no say in who runs

@@ -11,6 +11,7 @@ import sys
 import pytest
 from nightly import NIGHTLY
 
+from jaxkv._cli.generate import _tokens_per_second
 from jaxkv._cli.main import main
 from jaxkv._cli.text import ByteTokenizer, TextStream
 from jaxkv._cli.units import parse_bytes
@@ -213,3 +214,9 @@ def test_help_and_typos_are_answered_before_jax_is_imported(arguments):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == (0 if arguments[0] in ("--help", "--version") else 2), done.stderr
     assert done.stdout.endswith("False False\n") and "Traceback" not in done.stderr
+
+
+def test_the_rate_counts_from_behind_the_longest_pause():
+    assert _tokens_per_second([1.0, 1.5]) is None and _tokens_per_second([]) is None
+    assert _tokens_per_second([11.0, 21.0, 21.5, 22.0]) == 2
+    assert _tokens_per_second([1.0, 1.0, 9.0, 9.0, 9.0]) is None, "all at once"

@@ -53,6 +53,12 @@ def test_nothing_is_copied(chip):
         assert scratch["write of many tokens"] < scratch["write of many tokens, small pool"] + 2**18, scratch
 
 
+def test_a_chip_that_is_not_there_chooses_the_kernels():
+    """By the devices that shapes lie on, or by the mesh that is set; the process's own platform is the CPU."""
+    for kernels, explained in compile_for(script="tpu_choice.py"):
+        assert kernels >= 1 and explained == "tpu"
+
+
 def check_memory(kernels):
     for kernel in kernels:
         assert kernel["used"] <= kernel["model"] <= kernel["limit"], kernel

@@ -128,3 +128,18 @@ def test_behind_a_row_for_which_there_is_too_little_another_gets_the_last_block(
         cache = jaxkv.extend(jaxkv.init(config), counts)
         assert cache.lengths.tolist() == served and int(cache.tables[0].num_free) == 0
         assert cache.failed.tolist() == [n > 0 and not got for n, got in zip(counts, served, strict=True)]
+
+
+def test_blocks_that_came_too_late_are_no_contradiction():
+    layer = jaxkv.LayerConfig(num_kv_heads=1, head_dim=8)
+    sizes = dict(max_seqs=2, max_seq_len=16, num_blocks=3, block_size=4)
+    cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig(layers=(layer,), **sizes)), [8, 4])
+    failed = jaxkv.free(jaxkv.extend(cache, [1, 0]), [1])
+    with pytest.raises(jaxkv.OutOfBlocks, match="needed 1 more block for 9 tokens, but only now 1 of 3 blocks is free"):
+        jaxkv.check(failed)
+    with pytest.raises(jaxkv.OutOfBlocks, match="no step takes it until free clears it, or swap_out and swap_in"):
+        jaxkv.check(jaxkv.truncate(failed, [7, 0]))
+    again, host = jaxkv.swap_out(failed, [0])
+    again = jaxkv.extend(jaxkv.swap_in(again, [0], host), [1, 0])
+    jaxkv.check(again)
+    assert again.lengths.tolist() == [9, 0]

@@ -317,6 +317,7 @@ def test_filters_are_applied_one_after_the_other():
         ({"memory_bytes": "1GB"}, "memory_bytes must be a number, not '1GB'"),
         ({"memory_bytes": float("nan")}, "memory_bytes must be a finite number, not nan"),
         ({"max_seqs": 10**13}, "max_seqs must be at most 2147483647, not 10000000000000"),
+        ({"prompts": [5, 6, 7]}, r"^prompts must be a list of prompts, .* not one of 3 tokens: write \[prompt\]\.$"),
         ({"prompts": [[1.5]]}, r"Prompt 0 cannot be continued: it must be a list of token ids, integers, not \[1.5\]"),
         ({"prompts": ["text", [1]]}, "Prompt 0 cannot be continued: it must be a list of token ids, .* not 'text'"),
         ({"prompts": [[10**30]]}, "Prompt 0 cannot be continued: it must be a list of token ids, integers, not"),

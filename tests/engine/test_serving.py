@@ -420,6 +420,16 @@ def test_saved_with_their_stops(model, lone, tmp_path):
         assert again.result() == output[:begin] and again.ended == "stop" and end <= COUNT
 
 
+class NoText:
+    """A tokenizer whose stream keeps no text."""
+
+    def stream(self, prompt):
+        return self
+
+    def add(self, token):
+        return ""
+
+
 REFUSED = {
     "a flat list": ({"stop": [1, 2]}, r"stop must be a list of stop sequences.*write stop=\[\[1\]\]"),
     "a number": ({"stop": 5}, "stop must be a list of stop sequences"),
@@ -430,6 +440,10 @@ REFUSED = {
     "a negative token": ({"stop": [[-1]]}, "a token of stop"),
     "text without a tokenizer": ({"stop": ["x"]}, "give tokenizer= too"),
     "no tokenizer": ({"tokenizer": 5}, "tokenizer must be a jaxkv.text.Tokenizer"),
+    "no stream of text": (
+        {"tokenizer": NoText()},
+        r"tokenizer.stream\(prompt\) must return the text of tokens to come",
+    ),
     "no function": ({"on_token": 5}, "on_token must be a function"),
     "no flag": ({"include_stop": 2}, "include_stop"),
 }

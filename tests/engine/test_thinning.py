@@ -319,3 +319,10 @@ def test_rows_are_thinned_after_their_prompt_and_every_so_many_tokens():
     assert [often.point_after(10, n) for n in lengths] == [10, 10, 15, 15, 20, 25]
     assert [once.point_before(10, n) for n in lengths] == [0, 0, 10, 10, 10, 10]
     assert [once.point_after(10, n) for n in lengths] == [10, 10] + [float("inf")] * 4
+
+
+def test_an_engine_says_how_many_blocks_its_heads_have():
+    sizes = dict(max_seqs=1, max_seq_len=16, block_size=4, num_blocks=8)
+    engine = jaxkv.Engine(jaxkv.models.small(), **sizes, evict=Eviction(snapkv, 0.5))
+    blocks = max(engine.config.group_blocks)
+    assert blocks > 8 and f"{blocks} of {blocks} blocks free" in repr(engine)

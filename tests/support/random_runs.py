@@ -15,6 +15,7 @@ import numpy as np
 from checksum_model import LONGEST, VOCAB, Checksum, Latent, Placed, Several
 from hybrid_model import SEEN, Hybrid
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from memory_maps import forget_many_programs
 
 import jaxkv
 
@@ -243,6 +244,7 @@ def main(first: int, count: int) -> None:
             wrong += 1
             shape = SHAPES[seed % len(SHAPES)]
             print(f"seed {seed} {shape}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+        forget_many_programs()
         if seed % 50 == 49:
             print(f"{seed + 1 - first} runs of {samples} samples, {wrong} wrong", flush=True)
     print(f"{count} runs of {samples} samples, {wrong} wrong")

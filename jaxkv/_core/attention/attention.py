@@ -269,7 +269,8 @@ def explain(
       q: the queries, or a `jax.ShapeDtypeStruct` of their shape and dtype.
       cache: a cache, or one of its layers.
       layer: the layer's index; default: the first.
-      platform: "cpu", "cuda" or "tpu"; default: the one a program traced now would be lowered for.
+      platform: "cpu", "cuda" or "tpu"; default: that of the devices on which q or the cache say that they lie, else the
+        one that a program traced now would be lowered for.
       **options: as for `attend`.
 
     Raises:

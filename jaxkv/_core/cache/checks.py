@@ -16,6 +16,11 @@ from jaxkv._core.state.errors import CacheError, OutOfBlocks, OutOfWindow, Seque
 from jaxkv._core.state.head_rows import group_by_row, list_blocks, row_tables, sum_rows
 from jaxkv._core.state.state import GONE, NULL_BLOCK, STALE, TOO_LONG, BlockTables
 
+LEFT_OUT = (
+    "The row is as it was before, and no step takes it until free clears it, or swap_out and swap_in, which keep its "
+    "tokens: go on from the cache of before the call,"
+)
+
 
 def check(cache: Cache) -> None:
     """Raises if a request of any row could not be met. The message names the rows, what they need and what is free.
@@ -50,8 +55,8 @@ def check(cache: Cache) -> None:
         holders = _list(f"row {r} (it holds {tables.lengths[r]})" for r in too_long)
         at_once = " at once" if cache.config.is_endless else ""
         raise SequenceTooLong(
-            f"More than max_seq_len = {limit} tokens{at_once} were asked for in {holders}. The row is as it was "
-            "before; truncate or free it, or give the cache a larger max_seq_len."
+            f"More than max_seq_len = {limit} tokens{at_once} were asked for in {holders}. {LEFT_OUT} with that row "
+            "truncated, or give the cache a larger max_seq_len."
         )
     stale = [r for r in rows if tables.wanted[r] == STALE]
     senseless = [r for r in senseless if r not in stale]
@@ -88,18 +93,21 @@ def check(cache: Cache) -> None:
     lack = max(lacks, key=lambda lack: int(lack.needed[rows].max()) - lack.num_free)
     group, needed, held, num_free, num_blocks = lack
     tables, parts = groups[group], cache.tables[group].parts
+    is_late = all(needed[r] <= num_free for r in rows)  # blocks have been freed since
+    need = "needed" if is_late else "needs"
     needs = _list(
-        f"row {r} ({tables.lengths[r]} tokens, {held[r]} blocks) needs {_more(needed[r])} for {tables.wanted[r]} tokens"
+        f"row {r} ({tables.lengths[r]} tokens, {held[r]} blocks) {need} {_more(needed[r])} for "
+        f"{tables.wanted[r]} tokens"
         for r in rows
     )
-    free = f"{num_free} of {num_blocks} blocks {'is' if num_free == 1 else 'are'} free"
+    free = f"{'only now ' * is_late}{num_free} of {num_blocks} blocks {'is' if num_free == 1 else 'are'} free"
     where = "" if len(groups) == 1 else f" in the layers {cache.config.retentions[group]}"
     where += "" if parts == 1 else f" on one of {parts} devices"
     kept = np.count_nonzero(tables.kept)
     index = f" (a PrefixCache keeps {kept}: its make_room gives some back)" if kept else ""
     raise OutOfBlocks(
-        f"{needs[0].upper()}{needs[1:]}, but {free}{where}{index}. The row is as it was before; free or truncate rows, "
-        "or give the cache more num_blocks."
+        f"{needs[0].upper()}{needs[1:]}, but {free}{where}{index}. {LEFT_OUT} with rows freed or truncated, or give "
+        "the cache more num_blocks."
     )
 
 

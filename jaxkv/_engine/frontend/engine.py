@@ -33,6 +33,7 @@ from jaxkv._engine.requests.submission import (
     count_most_tokens,
     read_model_eos,
     read_prompt,
+    read_prompts,
 )
 from jaxkv._engine.requests.waiting import collect_tokens, raise_refusal
 from jaxkv._engine.runner.disaggregated_prefill import check_prefill
@@ -233,11 +234,11 @@ class Engine(Closable, Servable, Resumable, Updatable):
         if self.is_closed:
             return "Engine(closed)"
         rows, running = self.config.max_seqs, sum(len(loop.scheduler.running) for loop in self._loops)
-        free = sum(min(loop.residents.available) for loop in self._loops)
+        free, blocks = map(sum, zip(*(loop.residents.scarcest_room for loop in self._loops), strict=True))
         served = ", served" if self.is_served else ""
         return (
-            f"Engine({running} of {rows} rows running, {self.num_waiting} waiting, {free} of {self.config.num_blocks} "
-            f"blocks free{served})"
+            f"Engine({running} of {rows} rows running, {self.num_waiting} waiting, {free} of {blocks} blocks "
+            f"free{served})"
         )
 
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
@@ -393,7 +394,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         self._turn.refuse_closed()
         news: dict[Request, None] = {}
         draw = (temperature, top_k, top_p, min_p, seed)
-        prompts = read_list("prompts", prompts)
+        prompts = read_prompts(prompts)
         requests = self._reader.read_stream(prompts, max_new_tokens, n, draw, eos=eos, salt=salt, news=news)
         return self._stream(news, requests)
 

@@ -6,13 +6,13 @@ from typing import Any, Literal, Unpack, overload
 
 from jaxkv._core.config.block_size import BLOCK_SIZE
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import MOST_INDEX, integer, read_list
+from jaxkv._core.config.validation import MOST_INDEX, integer
 from jaxkv._core.state.device_arrays import count_model_shards
 from jaxkv._engine.frontend.build import read_longest
 from jaxkv._engine.frontend.engine import Engine
 from jaxkv._engine.frontend.options import EngineOptions
 from jaxkv._engine.programs.model import Model
-from jaxkv._engine.requests.submission import read_limits, read_prompt
+from jaxkv._engine.requests.submission import read_limits, read_prompt, read_prompts
 
 # Options that set the size of the cache, or need more blocks than rows take.
 ROOM = {
@@ -82,7 +82,7 @@ def generate(
             "Engine and generate take no max_tokens: did you mean max_new_tokens? The blocks of all rows are "
             "num_blocks, or memory_bytes."
         )
-    prompts = read_list("prompts", prompts)
+    prompts = read_prompts(prompts)
     limits = read_limits(max_new_tokens, len(prompts))
     lengths = [len(read_prompt(p)) + limit for p, limit in zip(prompts, limits, strict=True)] or [1]
     n = integer("n", n, least=1, most=2**16)

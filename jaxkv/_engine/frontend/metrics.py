@@ -17,9 +17,10 @@ MEANINGS = {
     "free_rows": ("gauge", "rows without a sample"),
     "free_blocks": (
         "gauge",
-        "blocks that a row can take, in each group of layers, those of evictable prefixes included; a lower bound",
+        "blocks that a row can take, in each group of layers, those of evictable prefixes included; a lower bound: "
+        "what ended with the last step counts after the next",
     ),
-    "blocks_peak": ("gauge", "most blocks in use at any time, of each group the most"),
+    "blocks_peak": ("gauge", "most blocks in use at any time, the groups' summed"),
     "steps": ("counter", "steps computed"),
     "tokens": ("counter", "tokens computed, of prompts and outputs"),
     "sent": ("counter", "rows sent from the engine's prefill= model"),

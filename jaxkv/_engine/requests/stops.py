@@ -192,7 +192,15 @@ def read_stops(stop: Any, tokenizer: TokenizerLike | None, prompt: Sequence[int]
             "of the model, or stop sequences of token ids."
         )
     found: list[Stops] = [IdStops(ids)] if ids else []
-    return found if tokenizer is None else [*found, TextStops(strings, tokenizer, prompt)]
+    if tokenizer is None:
+        return found
+    stream = tokenizer.stream(prompt)
+    if not (callable(getattr(stream, "add", None)) and isinstance(getattr(stream, "text", None), str)):
+        raise ValueError(
+            f"tokenizer.stream(prompt) must return the text of tokens to come, with add(token) and text, a str, not "
+            f"{show(stream)}."
+        )
+    return [*found, TextStops(strings, tokenizer, prompt)]
 
 
 def _read_ids(sequence: Any) -> tuple[int, ...]:

@@ -6,9 +6,20 @@ from typing import Any
 import numpy as np
 
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import MOST_INDEX, MOST_TOKENS, flag, integer, show
+from jaxkv._core.config.validation import MOST_INDEX, MOST_TOKENS, flag, integer, read_list, show
 from jaxkv._engine.requests.block_accounting import Holdings
 from jaxkv._engine.requests.request import STOPS, KeepPrefix, Stop
+
+
+def read_prompts(prompts: Any) -> list[Any]:
+    """Returns prompts as a list. Raises ValueError for what is none, a single prompt's tokens too."""
+    found = read_list("prompts", prompts)
+    if found and all(isinstance(prompt, int | np.integer) for prompt in found):
+        raise ValueError(
+            f"prompts must be a list of prompts, each a list of token ids, not one of {len(found)} tokens: write "
+            "[prompt]."
+        )
+    return found
 
 
 def read_prompt(prompt: Any) -> list[int] | str:

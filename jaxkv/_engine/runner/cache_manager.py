@@ -181,6 +181,12 @@ class CacheManager:
         return self.room.available(self.prefix_rows.pinned())
 
     @property
+    def scarcest_room(self) -> tuple[int, int]:
+        """Returns the available blocks, and all blocks, of the group with the smallest share of them left."""
+        every = [self.config.group_blocks[group] for group in self.holdings.groups]
+        return min(zip(self.available, every, strict=True), key=lambda pair: pair[0] / pair[1])
+
+    @property
     def may_have_more(self) -> bool:
         """Tells whether blocks were freed that `available` does not count yet."""
         if self.eviction is not None:
