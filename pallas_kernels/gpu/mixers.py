@@ -1,7 +1,8 @@
 """Layers that keep a state on a Hopper GPU: their arrays as the kernel of all recurrences takes them.
 
 It takes a row's tokens one after another, whether one or thousands: see `recurrence.tokens`. Of state spaces
-`recurrence.chunks` takes many at once. Convolutions are XLA's.
+`recurrence.space_chunks` takes many at once, and `recurrence.delta_chunks` of delta rules with a gate a head.
+Convolutions are XLA's.
 """
 
 import functools
@@ -12,8 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding
-from pallas_kernels.gpu.recurrence.chunks import CHUNK, MOST_KEYS as MOST_CHUNKED_KEYS, PIECE, WIDTH, run_chunks
+from pallas_kernels.gpu.recurrence.chunk_steps import CHUNK, MOST_KEYS as MOST_CHUNKED_KEYS, PIECE, WIDTH
+from pallas_kernels.gpu.recurrence.delta_chunks import run_delta_chunks
 from pallas_kernels.gpu.recurrence.rows import plan_rows
+from pallas_kernels.gpu.recurrence.space_chunks import run_space_chunks
 from pallas_kernels.gpu.recurrence.tokens import ELEMENTS, Recurrence, update_states
 from pallas_kernels.gpu.support import FALLBACK, find_chip_refusal
 from pallas_kernels.gpu.tiles import InterpretParams, varies
@@ -127,10 +130,13 @@ def values_at_once(values: int, keys: int) -> int:
 
 
 def can_chunk(tokens: dict[str, jax.Array], states: jax.Array, every: int | None, tokens_of_a_row: int) -> bool:
-    """Tells whether a step of a state space is one of chunks: of many tokens, whose inputs have 16 bits."""
-    if "B" not in tokens or any(tokens[name].dtype != jnp.bfloat16 for name in ("x", "B", "C")):
+    """Tells whether a step is one of chunks: of many tokens, whose inputs have 16 bits, and a gate a head."""
+    is_delta = "beta" in tokens
+    if any(tokens[name].dtype != jnp.bfloat16 for name in (("q", "k", "v") if is_delta else ("x", "B", "C"))):
         return False
-    _, _, values, keys = states.shape
+    if is_delta and tokens["g"].ndim > 2:
+        return False
+    keys, values, _ = _sizes("gated_delta_rule" if is_delta else "state_space", states)
     if values % WIDTH or keys % PIECE or keys > MOST_CHUNKED_KEYS:
         return False
     return tokens_of_a_row >= LEAST_CHUNKED and (every is None or not every % CHUNK)
@@ -150,6 +156,7 @@ def _run(
     rows = plan_rows(flat_batch, states.shape[0], out.shape[0])
     arguments = (flat | fixed, out, states, rows, batch.snapshot_slots, every)
     if can_chunk(flat, states, every, out.shape[0] // batch.slots.shape[0]):
+        run_chunks = run_delta_chunks if recurrence.name == "gated_delta_rule" else run_space_chunks
         y, states = run_chunks(*arguments, interpret=interpret)
     else:
         y, states = update_states(recurrence, *arguments, most_tokens=token_axes[-1], interpret=interpret)

@@ -15,7 +15,7 @@ from planting import Plant
 
 import pallas_kernels
 
-gpu_compile.KERNELS += ("gated_delta_rule", "state_space", "state_space_chunks")
+gpu_compile.KERNELS += ("gated_delta_rule_chunks", "gated_delta_rule", "state_space_chunks", "state_space")
 ROWS, SLOTS = 32, 65
 
 
@@ -82,6 +82,8 @@ JOBS = {
     "qwen3-next-4-tokens": lambda: delta((32, 16), axes=(ROWS, 4)),
     "qwen3-next-prompts": lambda: delta((32, 16), snapshots=8, **PROMPTS),
     "kimi-linear-prompts": lambda: delta((32, 32), channels=True, **PROMPTS),
+    "qwen3-next-chunks": lambda: delta((32, 16), **PROMPTS),
+    "delta-64-chunks": lambda: delta((8, 8), keys=64, values=64, stored=jnp.bfloat16, **PROMPTS),
     "nemotron-h-prompts": lambda: space((128, 8), **PROMPTS),
     "granite-4-prompts": lambda: space((48, 1), stored=jnp.bfloat16, **PROMPTS),
     "falcon-h1-prompts": lambda: space((32, 1), keys=256, **PROMPTS),

@@ -33,6 +33,7 @@ class Trial:
     stored: str = "float32"
     skip: int = 1  # axes of D; 0: none
     close: float = 1e-5  # how near float32's results are: of chunks, whose operands are halves of 16 bits, less
+    same_keys: bool = False  # of all tokens, which forget nothing and learn twice what they lack
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -64,6 +65,8 @@ class Trial:
             made["k"] /= np.linalg.norm(made["k"], axis=-1, keepdims=True)
             made["g"] = -np.exp(made["g"]) * np.where(made["g"] > 1, 60, 1)  # some forget everything
             made["beta"] = 2 / (1 + np.exp(-made["beta"]))
+            if self.same_keys:
+                made |= {"k": 0 * made["k"] + made["k"][:1, :1], "g": 0 * made["g"], "beta": 0 * made["beta"] + 2}
             fixed, state = {}, (heads, keys, values)
         held = draw((SLOTS, *state))
         rows = zip(self.slots, self.lengths, self.new, strict=True)
@@ -123,6 +126,7 @@ class Trial:
 DECODE = dict(lengths=(9, 5, 1, 7), new=(1, 0, 1, 1), slots=(4, 2, 3, 7))
 SPACE = dict(mixer="space", sizes=(32, 16))
 CHUNKS = dict(mixer="space", sizes=(128, 64), dtype="bfloat16", close=5e-5)
+DELTA_CHUNKS = CHUNKS | dict(mixer="delta")
 TRIALS = {
     # A row in the middle, one without a token, and one that begins in a slot of NaN.
     "delta": Trial("delta", **DECODE),
@@ -162,6 +166,23 @@ TRIALS = {
     "chunks, padded, two parts": Trial(
         lengths=(20, 70), new=(20, 3), slots=(4, 3), **CHUNKS | dict(sizes=(64, 128), skip=2, heads=(2, 2)),
     ),
+    "delta, chunks of one row": Trial(
+        lengths=(100,), new=(60,), slots=(4,), **DELTA_CHUNKS | dict(sizes=(64, 64), heads=(1, 1)),
+    ),
+    "delta, chunks": Trial(
+        lengths=(120, 4, 9, 17, 128), new=(90, 0, 1, 17, 64), slots=(4, 2, 3, 7, 5), gap=2, every=64, **DELTA_CHUNKS,
+        snapshots=((8, 9), (-1, -1), (10, -1), (-1, -1), (11, -1)),
+    ),
+    "delta, chunks, padded, two parts": Trial(
+        lengths=(20, 70), new=(20, 3), slots=(4, 3), **DELTA_CHUNKS | dict(sizes=(64, 128), heads=(2, 2)),
+    ),
+    "delta, chunks, the same keys": Trial(
+        lengths=(60,), new=(60,), slots=(4,), **DELTA_CHUNKS | dict(heads=(1, 1), close=2e-3), same_keys=True,
+    ),
+    "delta, chunks, shared slots": Trial(
+        lengths=(80, 30, 40), new=(20, 18, 16), slots=(4, 4, 6), to_slots=(8, 4, -1),
+        **DELTA_CHUNKS | dict(stored="bfloat16", heads=(1, 1)),
+    ),
     "chunks, shared slots": Trial(
         lengths=(80, 30, 40), new=(20, 18, 16), slots=(4, 4, 6), to_slots=(8, 4, -1),
         **CHUNKS | dict(skip=0, stored="bfloat16", heads=(1, 1)),
@@ -197,7 +218,8 @@ def draw_trial(seed: int, *, chunks: bool = False) -> Trial:
     sizes = ((32, 16), (64, 32), (32, 80)) if mixer == "space" else ((8, 64), (40, 64), (16, 128))
     sizes, dtypes = sizes[draw.integers(3)], (str(pick(("float32", "bfloat16"))), str(pick(STORED)))
     if chunks:
-        mixer, sizes, dtypes = "space", (int(pick((64, 128))), 64), ("bfloat16", dtypes[1])
+        mixer = ("space", "delta")[seed % 2]
+        sizes, dtypes = (int(pick((64, 128))), 64), ("bfloat16", dtypes[1])
     return Trial(
         str(mixer), lengths, new, tuple(slots), tuple(to), snapshots, every, int(draw.integers(2)) if packed else None,
         heads, sizes, *dtypes, int(draw.integers(3)), 5e-5 if chunks else 1e-5,

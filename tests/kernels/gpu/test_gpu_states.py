@@ -13,7 +13,7 @@ from state_trials import TRIALS, draw_trial
 
 import pallas_kernels
 
-BY_DAY = ("space", "tokens", "shared slots", "chunks of one row")
+BY_DAY = ("space", "tokens", "shared slots", "chunks of one row", "delta, chunks of one row")
 
 
 @pytest.mark.parametrize("name", TRIALS if NIGHTLY else BY_DAY)
@@ -96,34 +96,77 @@ MISTAKES = {
     ),
     "an input without its time step": ("space", {"wrong"}, Plant("_state_space", "x * dt", "x")),
     "chunks: inputs read before they arrive": (
-        "chunks of one row", UNSYNCHRONISED, Plant("run_chunks", "plgpu.barrier_wait(ready)", "")
+        "chunks of one row", UNSYNCHRONISED, Plant("run_space_chunks", "plgpu.barrier_wait(ready)", "")
     ),
     "chunks: inputs overwritten while they are read": (
         "chunks of one row", {"race"},
-        Plant("run_chunks", "plgpu.commit_smem()\nfetch_next()", "fetch_next()\nplgpu.commit_smem()"),
+        Plant("run_space_chunks", "plgpu.commit_smem()\nnext_token(fetch)", "next_token(fetch)\nplgpu.commit_smem()"),
     ),
     "chunks: what is beyond the last token": (
         "chunks", {"wrong"},
-        Plant("run_chunks", "jnp.where(index(x.shape, 0) < count, x, jnp.zeros_like(x))", "x"),
+        Plant("load_tokens", "jnp.where(index(x.shape, 0) < count, x, jnp.zeros_like(x))", "x"),
     ),
     "chunks: a token sees its successor": (
         "chunks of one row", {"wrong"},
-        Plant("run_chunks", "index(square, 1) - index(square, 0)", "index(square, 1) - index(square, 0) - 1"),
+        Plant("see_tokens", "column <= row", "column <= row + 1"),
     ),
     "chunks: leading bits alone": (
-        "chunks of one row", {"wrong"}, Plant("run_chunks", "x - leading.astype(jnp.float32)", "0.0 * x")
+        "chunks of one row", {"wrong"}, Plant("chunk_steps:put", "x - leading.astype(jnp.float32)", "0.0 * x")
     ),
     "chunks: inputs not forgotten": (
-        "chunks of one row", {"wrong"}, Plant("run_chunks", "jnp.exp(whole - since)", "jnp.exp(0.0 * since)")
+        "chunks of one row", {"wrong"}, Plant("run_space_chunks", "jnp.exp(whole - since)", "jnp.exp(0.0 * since)")
     ),
     "chunks: the state after the chunk": (
-        "chunks of one row", {"wrong"}, Plant("run_chunks", "jnp.exp(since)", "jnp.exp(whole)")
+        "chunks of one row", {"wrong"}, Plant("run_space_chunks", "jnp.exp(since)", "jnp.exp(whole)")
     ),
     "chunks: chunks from the step's first token": (
-        "chunks", {"wrong"}, Plant("run_chunks", "lax.rem(position, jnp.int32(CHUNK))", "0 * position")
+        "chunks", {"wrong"}, Plant("walk_rows", "lax.rem(position, jnp.int32(CHUNK))", "0 * position")
     ),
     "chunks: the rest of the tokens from their beginning": (
-        "chunks of one row", {"wrong", "race"}, Plant("run_chunks", "count & -2 * size", "0 * count")
+        "chunks of one row", {"wrong", "race"}, Plant("chunk_steps:write_tokens", "count & -2 * size", "0 * count")
+    ),
+    "delta chunks: values read before they arrive": (
+        "delta, chunks of one row", UNSYNCHRONISED,
+        Plant("run_delta_chunks", "plgpu.barrier_wait(values_ready)", ""),
+    ),
+    "delta chunks: keys overwritten while they are read": (
+        "delta, chunks of one row", {"race"},
+        Plant(
+            "run_delta_chunks", "plgpu.commit_smem()\nnext_token(fetch_keys)",
+            "next_token(fetch_keys)\nplgpu.commit_smem()",
+        ),
+    ),
+    "delta chunks: values overwritten while outputs leave": (
+        "delta, chunks of one row", {"race"},
+        Plant("chunk_steps:write_tokens", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)", ""),
+    ),
+    "delta chunks: halves of a chunk apart": (
+        "delta, chunks of one row", {"wrong"},
+        Plant(
+            "run_delta_chunks", "lax.fori_loop(0, 5, join, jnp.where(apart() < 2, -lower, 0.0))",
+            "lax.fori_loop(0, 4, join, jnp.where(apart() < 2, -lower, 0.0))",
+        ),
+    ),
+    "delta chunks: pairs of tokens apart": (
+        "delta, chunks of one row", {"wrong"}, Plant("run_delta_chunks", "apart() < 2", "apart() < 1")
+    ),
+    "delta chunks: what the state has": (
+        "delta, chunks of one row", {"wrong"},
+        Plant(
+            "run_delta_chunks", "load_tokens(values_s, slice(None), anew(count)).astype(jnp.float32) - found",
+            "load_tokens(values_s, slice(None), anew(count)).astype(jnp.float32)",
+        ),
+    ),
+    "delta chunks: gains not forgotten": (
+        "delta, chunks of one row", {"wrong"},
+        Plant("run_delta_chunks", "jnp.exp(whole - since)", "jnp.exp(0.0 * since)"),
+    ),
+    "delta chunks: leading bits alone": (
+        "delta, chunks of one row", {"wrong"}, Plant("chunk_steps:put", "x - leading.astype(jnp.float32)", "0.0 * x")
+    ),
+    "delta chunks: another head's keys": (
+        "delta, chunks", {"wrong", "buffer has shape"},
+        Plant("run_delta_chunks", "lax.div(head, jnp.int32(shared))", "head"),
     ),
     "padding not hidden": (
         "tokens", {"wrong"},

@@ -1,0 +1,223 @@
+"""What kernels of chunks share: the walk over a row's chunks, their inputs, and products of numbers in halves.
+
+All is float32. What the matrix unit takes in 16 bits is either an input, which has no more, or it comes in two halves,
+a number's 8 leading bits and the 8 behind them.
+
+Chunks begin at multiples of 64 of a row's positions, so that snapshots are at the end of one. A chunk may have fewer
+tokens: what stands in the others' places is selected away, never multiplied by zero.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu.recurrence.rows import (
+    BEGIN,
+    BEGINS,
+    COUNT,
+    NEXT,
+    POSITION,
+    SOURCE,
+    TARGET,
+    TURNS,
+    write_snapshot,
+)
+from pallas_kernels.gpu.tiles import LAYOUT, OPERAND, SINGLE_ROWS, InterpretParams, anew, full, probe, store
+
+CHUNK = 64  # tokens
+WIDTH = 64  # values of a state in a thread block
+PIECE = 64  # keys at once, for the registers' sake
+MOST_KEYS = 128  # for the registers' sake
+LEAST_GATE = -30.0  # of a token, in logarithms: sums over a chunk keep more digits, and no state is seen through it
+SQUARE = CHUNK, CHUNK
+ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
+
+State = tuple[jax.Array, ...]  # of some values of a head, f32[64, 64] each
+
+
+def operand(*shape: int):
+    """Shared memory for an operand of the matrix unit."""
+    return plgpu.SMEM((1, *shape), jnp.bfloat16, transforms=OPERAND)
+
+
+def landing(*shape: int):
+    """Shared memory for bulk copies that begin at any token."""
+    return plgpu.SMEM((1, *shape), jnp.bfloat16, transforms=SINGLE_ROWS)
+
+
+def locate_buffers(buffers: Any, first: jax.Array) -> Any:
+    """Returns the buffers, such that addresses in them are derived where this stands; else they are all derived ahead
+    of the loop, and kept in registers that there are not."""
+    nothing = anew(first) - first
+    return jax.tree.map(lambda ref: ref.at[nothing], buffers, is_leaf=lambda x: not isinstance(x, tuple))
+
+
+def split_keys(keys: int) -> list[Any]:
+    """Returns the pieces of a head's keys."""
+    return [pl.ds(first, PIECE) for first in range(0, keys, PIECE)]
+
+
+def lines(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Returns one number of each row, along all columns."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Returns one number of each column, along all rows."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def index(shape: tuple[int, int], axis: int) -> jax.Array:
+    """Returns each element's row or column."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
+
+
+def pair_tokens(first: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns each element's row and column of a square, derived where this stands as `locate_buffers` has it."""
+    nothing = anew(first) - first
+    row, column = (plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout) + nothing for layout in (ROW, COLUMN))
+    return lines(row, SQUARE), columns(column, SQUARE)
+
+
+def see_tokens(first: jax.Array) -> jax.Array:
+    """Returns which tokens each sees, of those in its chunk."""
+    row, column = pair_tokens(first)
+    return column <= row
+
+
+def pad_numbers(x: jax.Array) -> jax.Array:
+    """Returns numbers of tokens, `[N, H]`, as `f32[H, N + 64]`: whole chunks are read of them, by no bulk copy, which
+    would stop at the end."""
+    return jnp.pad(x.astype(jnp.float32).T, ((0, 0), (0, CHUNK)))
+
+
+def load_numbers(ref: Any, count: jax.Array, layout: Any) -> jax.Array:
+    """Loads one number of each token of a chunk, and 0 beyond its last token."""
+    x = plgpu.load(ref, layout=layout, optimized=False)
+    place = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
+    return jnp.where(place < count, x, jnp.zeros_like(x))
+
+
+def load_tokens(source: Any, piece: Any, count: jax.Array) -> jax.Array:
+    """Loads some columns of a chunk's inputs that landed. What is beyond its last token becomes 0."""
+    x = plgpu.load(source.at[:, piece], layout=LAYOUT, optimized=False)
+    return jnp.where(index(x.shape, 0) < count, x, jnp.zeros_like(x))
+
+
+def lay_out(source: Any, target: Any, count: jax.Array) -> None:
+    """Moves a chunk's inputs to where the matrix unit reads them, as tiles: a chunk begins at any token, and bulk
+    copies of tiles at multiples of 8."""
+    for piece in split_keys(source.shape[1]):
+        target.at[:, piece][...] = load_tokens(source, piece, count)
+
+
+def put(x: jax.Array, targets: Any, piece: Any = slice(None)) -> None:
+    """Stores numbers' leading bits, and those behind them."""
+    leading = x.astype(jnp.bfloat16)
+    targets[0].at[:, piece][...] = leading
+    targets[1].at[:, piece][...] = (x - leading.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def take(halves: Any) -> jax.Array:
+    """Loads numbers that were put."""
+    leading, others = (plgpu.load(half, layout=LAYOUT).astype(jnp.float32) for half in halves)
+    return leading + others
+
+
+def multiply(interpret: InterpretParams, shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
+    """Returns the sum of products of operands in shared memory."""
+    for pair in pairs:
+        probe(interpret, *pair)
+
+    def sum_products(acc_ref):
+        for a, b in pairs:
+            plgpu.wgmma(acc_ref, a, b)
+        return acc_ref[...]
+
+    return pl.run_scoped(sum_products, plgpu.ACC(shape, jnp.float32))
+
+
+def write_tokens(target: Any, out_s: Any, token: jax.Array, count: jax.Array, y: jax.Array) -> None:
+    """Writes a chunk's outputs, those of its tokens, by way of shared memory.
+
+    Args:
+      target: from a span of tokens to where their outputs belong.
+    """
+    store(out_s, y.astype(out_s.dtype))
+    plgpu.commit_smem()
+    for size in (64, 32, 16, 8, 4, 2, 1):
+
+        @pl.when((count & size) != 0)
+        def copy(size=size):
+            begin = count & (-2 * size)
+            plgpu.copy_smem_to_gmem(out_s.at[pl.ds(begin, size)], target(pl.ds(token + begin, size)))
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+class ChunkWalk(NamedTuple):
+    """What is done with the chunks of a row."""
+
+    fetch: Callable[[Any], None]  # `(token)`: begins to bring the inputs of the row's first chunk
+    places: Callable[[Any], list[Any]]  # `(slot) -> references`: where a state lies
+    # `(token, count, state, next_token) -> state`: runs a chunk. `next_token(f)` calls `f(token)` if there is one more.
+    run: Callable[..., State]
+
+
+def walk_rows(
+    rows_ref: Any, first: Any, states: jax.Array, walk: ChunkWalk, snapshots_ref: Any, every: int | None
+) -> None:
+    """Runs the rows that are a thread block's, one after another; see `rows.plan_rows`.
+
+    Args:
+      first: its first row.
+      states: the pool, for its dtype and shape.
+      snapshots_ref: see `rows.write_snapshot`, or None.
+    """
+    count_pieces = len(walk.places(0))
+
+    def told(row):
+        return row, *(rows_ref[row, i] for i in (SOURCE, TARGET, BEGIN, COUNT, BEGINS, POSITION, NEXT))
+
+    def take_turn(_, turn):
+        row, source, target, begin, count, begins, position, following = turn
+
+        def read():
+            found = (plgpu.load(ref, layout=LAYOUT, optimized=False) for ref in walk.places(source))
+            return tuple(x.astype(jnp.float32) for x in found)
+
+        def write(state, slot):
+            for x, ref in zip(state, walk.places(slot), strict=True):
+                store(ref, x.astype(states.dtype))
+
+        walk.fetch(begin)
+        state = lax.cond(begins == 0, read, lambda: tuple(full(SQUARE, 0.0, LAYOUT) for _ in range(count_pieces)))
+        before = lax.rem(position, jnp.int32(CHUNK))  # places of the first chunk that are not of this step
+        chunks = lax.div(before + count + (CHUNK - 1), jnp.int32(CHUNK))
+
+        def edge(i):
+            return jnp.clip(i * CHUNK - before, 0, count)
+
+        def step(i, state):
+            start, stop = edge(i), edge(i + 1)
+
+            def next_token(f):
+                pl.when(i + 1 < chunks)(lambda: f(begin + stop))
+
+            state = walk.run(begin + start, stop - start, state, next_token)
+            if snapshots_ref is not None:
+                after = position + stop
+                write_snapshot(snapshots_ref, row, position, after, every, states.shape[0], lambda to: write(state, to))
+
+            return state
+
+        state = lax.fori_loop(0, chunks, step, state)
+        pl.when(target >= 0)(lambda: write(state, target))
+        return told(following)
+
+    lax.fori_loop(0, rows_ref[first, TURNS], take_turn, told(first))
