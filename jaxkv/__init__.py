@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Beams", "BlockBounds", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine",
     "EngineFull", "Eviction", "HostBlocks", "LayerConfig", "Match", "Model", "OutOfBlocks", "OutOfWindow",
-    "PrefixCache", "PrefixEvent", "RowShards", "SequenceTooLong",
+    "PrefixCache", "PrefixEvent", "Request", "RowShards", "SequenceTooLong",
     "Step", "append", "attend", "attention", "beam_search", "block_bounds", "by_rows",
     "causal_conv", "check", "check_invariants", "counts", "describe", "dot_product_attention", "evict", "explain",
     "extend", "fork", "free", "gated_delta_rule", "gather", "generate", "init", "jax_attention", "keep", "last",

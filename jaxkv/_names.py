@@ -45,6 +45,7 @@ from jaxkv._engine.frontend.serving import EngineFull as EngineFull
 from jaxkv._engine.programs.beam_search import Beams as Beams, beam_search as beam_search
 from jaxkv._engine.programs.model import Model as Model
 from jaxkv._engine.requests.eviction_policy import Eviction as Eviction
+from jaxkv._engine.requests.request import Request as Request
 from jaxkv._files.load_rows import describe as describe, load as load
 from jaxkv._files.save_rows import save as save
 from jaxkv._tiers.host_blocks import HostBlocks as HostBlocks

@@ -95,7 +95,8 @@ NEW = {  # caches that are made of nothing that lies anywhere are like those tha
 OTHERS = {
     "Beams", "BlockBounds", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine",
     "EngineFull", "Eviction",
-    "HostBlocks", "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow", "PrefixEvent", "RowShards", "SequenceTooLong",
+    "HostBlocks", "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow", "PrefixEvent", "Request",
+    "RowShards", "SequenceTooLong",
     "Step", "attend", "beam_search", "block_bounds", "by_rows", "check", "check_invariants", "counts", "describe",
     "dot_product_attention", "explain", "gather", "generate", "jax_attention", "last", "left_align",
     "merge_attention", "Model", "partition_specs", "plan_step", "positions", "right_align", "save", "stats",
