@@ -25,7 +25,7 @@ LENGTHS = (1, 2, 9, 16, 30) if NIGHTLY else (1, 18, 24, 30)
 ROOM = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 8, "num_blocks": 18, "step_tokens": 16, "swap": "never"}
 if NIGHTLY:
     ROOM |= {"num_blocks": 8, "step_tokens": 7}
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(3600 if NIGHTLY else 600)
 
 
 class Worker:
