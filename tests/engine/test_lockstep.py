@@ -142,7 +142,11 @@ def test_who_is_not_first_is_told_to_follow(pair):
             call()
     with pytest.raises(RuntimeError, match="this one submits requests"):
         first.follow()
-    for call in (lambda: first.update(None), first.release, lambda: first.recompute([1], [2])):
+    for call in (
+        lambda: first.update(None),
+        lambda: first.release(parameters=True),
+        lambda: first.recompute([1], [2]),
+    ):
         with pytest.raises(ValueError, match="is for an engine in one process"):
             call()
     with other, pytest.raises(ValueError, match=r"disk= is for an Engine in one process"):  # a `with` does no harm

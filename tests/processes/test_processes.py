@@ -64,7 +64,7 @@ def assert_served_together(texts, folder):
     wanted = [continuation((None,), prompt, 12, None) for prompt in worker.PROMPTS]
     assert said(texts[0], "tokens") == [str(wanted)]
     assert said(texts[0], "cancelled") == ["cancelled"] and said(texts[0], "left") == ["True"]
-    assert int(said(texts[0], "bytes")[0]) < 4096
+    assert int(said(texts[0], "bytes")[0]) < 4096 and said(texts[0], "released") == ["True"]
     (refused,) = said(texts[1], "not here")
     assert "used from process 0, and this is process 1: call engine.follow() here" in refused
     assert said(texts[1], "followed") == ["Engine(closed)"]

@@ -118,6 +118,13 @@ def serve_together(mesh, folder, process):
         pass
     say("left", left.ended == "cancelled" and heard == [continuation((None,), [9, 9], 1, None)[0], None])
     say("tokens", [request.tokens for request in requests])
+    again = engine.submit(PROMPTS[0], 12)
+    for _ in range(4):
+        engine.step()
+    engine.release(keep=True)  # in all processes
+    is_released = engine.is_released
+    engine.restore()
+    say("released", is_released and again.result() == requests[0].tokens)
     engine.close()
 
 

@@ -18,7 +18,8 @@ from jaxkv._engine.frontend.request_reader import RequestReader
 from jaxkv._engine.frontend.rollouts import Updatable
 from jaxkv._engine.frontend.serving import Servable
 from jaxkv._engine.frontend.warmup import call_all
-from jaxkv._engine.hosts.lockstep import LockstepCores, list_engine_processes, refuse_options
+from jaxkv._engine.hosts.channel import list_engine_processes, refuse_options
+from jaxkv._engine.hosts.lockstep import LockstepCores
 from jaxkv._engine.hosts.prefix import share_prefix
 from jaxkv._engine.programs.model import ADAPTERS, Model, check_form, check_shapes, takes
 from jaxkv._engine.programs.recompute import recompute

@@ -111,21 +111,28 @@ class Updatable:
         >>> len(request.result())
         4
         """
-        self._refuse_lockstep("release")
         keep, parameters = flag("keep", keep), flag("parameters", parameters)
+        if parameters:
+            self._refuse_lockstep("release(parameters=True)")
         with self._exclusive(is_brief=True):
             for prefix in [loop.residents.prefix for loop in self._loops] if keep else []:
                 if prefix is not None:
                     _refuse_kept(prefix)
+            if isinstance(self._loop, LockstepCores):
+                self._loop.release(keep=keep)
+                return
             for loop in self._loops:
                 loop.release(keep=keep, parameters=parameters)
 
     def restore(self) -> None:
         """Takes the memory again that `release` gave back; requests go on. Does nothing if it was not released."""
         with self._exclusive(is_brief=True):
-            for loop in self._loops:
-                if loop.residents.is_released:
-                    loop.restore()
+            if isinstance(self._loop, LockstepCores):
+                self._loop.restore()
+            else:
+                for loop in self._loops:
+                    if loop.residents.is_released:
+                        loop.restore()
         self._wake()
 
     @property

@@ -11,11 +11,29 @@ from typing import Any
 
 import jax
 
-from jaxkv._core.state.multihost import PATIENCE, coordinator_store, exchange
+from jaxkv._core.config.mesh_shape import model_mesh
+from jaxkv._core.state.multihost import PATIENCE, coordinator_store, exchange, list_processes
 
 CHUNK = 64  # messages that are deleted together, once every process has read them
 PIECE = 2**20  # characters of a piece of a message
 LOOK = 1  # seconds of a wait: in between, Python sees interrupts
+
+
+def list_engine_processes(model: Any) -> list[int]:
+    """Returns the processes whose devices a model lies on, where these are several; else nothing."""
+    mesh = model_mesh(model)
+    found = [] if mesh is None else list_processes(mesh)
+    return found if len(found) > 1 else []
+
+
+def refuse_options(**options: Any) -> None:
+    """Raises ValueError for options that an engine over several processes does not take, unless they are None."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}= is for an Engine in one process, and this one's model lies on devices of several: leave it "
+                "out, or load the model on a mesh of jax.local_devices()."
+            )
 
 
 class Channel:

@@ -6,9 +6,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
-from jaxkv._core.config.mesh_shape import model_mesh
 from jaxkv._core.state.interrupts import hold_back_interrupts
-from jaxkv._core.state.multihost import PATIENCE, check_agreement, list_processes
+from jaxkv._core.state.multihost import PATIENCE, check_agreement
 from jaxkv._engine.hosts.channel import Channel
 from jaxkv._engine.hosts.replica import Replica
 from jaxkv._engine.requests.entries import lengthen, parse_salt, read_request, render_request, render_salt, shorten
@@ -21,23 +20,6 @@ from jaxkv._files.paths import read_file_path
 from jaxkv._tiers.saved_rows import SavedRow, SavedRows
 
 TURNS = ("advance", "tidy", "settle", "reset")  # calls that take in what was submitted, and say nothing
-
-
-def list_engine_processes(model: Any) -> list[int]:
-    """Returns the processes whose devices a model lies on, where these are several; else nothing."""
-    mesh = model_mesh(model)
-    found = [] if mesh is None else list_processes(mesh)
-    return found if len(found) > 1 else []
-
-
-def refuse_options(**options: Any) -> None:
-    """Raises ValueError for options that an engine over several processes does not take, unless they are None."""
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}= is for an Engine in one process, and this one's model lies on devices of several: leave it "
-                "out, or load the model on a mesh of jax.local_devices()."
-            )
 
 
 class LockstepCores:
@@ -122,6 +104,14 @@ class LockstepCores:
     def reset(self) -> None:
         """Starts again with an empty cache."""
         self._call("reset")
+
+    def release(self, *, keep: bool) -> None:
+        """Frees the device memory of all processes until `restore`, as `EngineCore.release`."""
+        self._call("release", keep)
+
+    def restore(self) -> None:
+        """Takes the memory again that `release` gave back."""
+        self._call("restore")
 
     def save(self, path: Any, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
         """Writes rows of the cache to a file, as `jaxkv.save`."""
@@ -295,8 +285,18 @@ class LockstepCores:
         run nothing on the devices of all."""
         getattr(self.cores, name)()
         for loop in self.loops:
-            if not (loop.residents.room.is_known or loop.residents.config.contiguous):
+            is_measured = loop.residents.room.is_known or loop.residents.config.contiguous
+            if not (is_measured or loop.residents.is_released):
                 loop.residents.settle()
+
+    def _release(self, keep: bool) -> None:
+        for loop in self.loops:
+            loop.release(keep=keep, parameters=False)
+
+    def _restore(self) -> None:
+        for loop in self.loops:
+            if loop.residents.is_released:
+                loop.restore()
 
     def _show(self) -> Any:
         return self.cores.cache
@@ -334,7 +334,7 @@ class LockstepCores:
 
     _CALLS: ClassVar[dict[str, Callable[..., Any]]] = {
         "show": _show, "save": _save, "name_model": _name_model, "warm": _warm, "adopt": _adopt,
-        "change_pins": _change_pins,
+        "change_pins": _change_pins, "release": _release, "restore": _restore,
     }  # fmt: skip
 
 
