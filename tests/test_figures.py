@@ -115,6 +115,8 @@ def said_of(line: str) -> list[str]:
         "the same decode, int8": [
             f"{cycles('decode 8 x 1024, int8')['kernel'] / cycles('decode 8 x 1024')['kernel']:.2f}x"
         ],
+        "SmolLM2-135M from its GGUF file": all_of("loaded s", "{:.1f} s", measured("first_token")[1:])
+        + all_of("first token s", "{:.1f} s", measured("first_token")),
         "`generate`, a random decoder": all_of("first, x", "{:.1f}x", loaded)
         + all_of("faster, second", "{:.1f}x", loaded),
         "SmolLM2-135M on one core": [
