@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         scores as scores,
         testing as testing,
         text as text,
-    )  # fmt: skip
+    )
     from jaxkv._names import *  # noqa: F403
 
 __version__ = "0.1.0"

@@ -12,11 +12,24 @@ from jaxkv._core.config.validation import integer, read_list, show
 
 
 def dot_product_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = None, mask: Any = None,
-    broadcast_dropout: bool = True, dropout_rng: Any = None, dropout_rate: float = 0.0, deterministic: bool = False,
-    dtype: Any = None, precision: Any = None, module: Any = None, promote_dtype: Any = None, is_causal: bool = False, *,
-    cache: Any = None, **options: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: Any = None,
+    mask: Any = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    promote_dtype: Any = None,
+    is_causal: bool = False,
+    *,
+    cache: Any = None,
+    **options: Any,
+) -> tuple[Any, Any]:
     """Computes Flax's `dot_product_attention` over a paged cache: its arguments and `cache=`; also returns the cache.
 
     With a cache the step's keys and values are stored, and attention is causal over all tokens of the row, whatever
@@ -55,9 +68,21 @@ def dot_product_attention(
         _refuse("without a cache", options)
         promote = {} if promote_dtype is None else {"promote_dtype": promote_dtype}
         out = nnx.dot_product_attention(
-            query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
-            precision, module, is_causal=is_causal, **promote,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            broadcast_dropout,
+            dropout_rng,
+            dropout_rate,
+            deterministic,
+            dtype,
+            precision,
+            module,
+            is_causal=is_causal,
+            **promote,
+        )
         return out, None
     drops = dropout_rate > 0 and not deterministic
     _refuse(
@@ -70,11 +95,22 @@ def dot_product_attention(
 
 
 def jax_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = None, mask: Any = None, *,
-    scale: float | None = None, is_causal: bool = False, query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None, local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None, return_residual: bool = False, cache: Any = None, **options: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    cache: Any = None,
+    **options: Any,
+) -> tuple[Any, Any]:
     """Computes `jax.nn.dot_product_attention` over a paged cache: its arguments and `cache=`; also returns the cache.
 
     With a cache the step's keys and values are stored, and attention is causal over all tokens of the row, whatever
@@ -108,10 +144,19 @@ def jax_attention(
     if cache is None:
         _refuse("without a cache", options)
         out = jax.nn.dot_product_attention(  # type: ignore[call-overload]
-            query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
-            implementation=implementation, return_residual=return_residual,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+            implementation=implementation,
+            return_residual=return_residual,
+        )
         return out, None
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     _refuse("with a cache", {"bias": bias, **lengths, "implementation='cudnn'": implementation == "cudnn" or None})

@@ -13,9 +13,17 @@ from pallas_kernels.api.arguments import check_numbers
 
 
 def attend_or_dense(
-    q: jax.Array, k: jax.Array, v: Any, cache: Any, layer: Any, step: Step | None, position_fn: Any = None,
-    deterministic: bool = False, chunk: int | None = None, **options: Any,
-):  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: Any,
+    cache: Any,
+    layer: Any,
+    step: Step | None,
+    position_fn: Any = None,
+    deterministic: bool = False,
+    chunk: int | None = None,
+    **options: Any,
+):
     """Returns `(out, cache)` of `jaxkv.attention`, or without a cache of `dense_attention`. A window of None is the
     cache's own, and a cache has its own chunks. `position_fn` has rotated queries and keys. `deterministic` applies to
     attention with a cache."""
@@ -62,10 +70,17 @@ def head_dim_of(in_features: int, num_heads: int, head_dim: int | None) -> int:
 
 
 def dense_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None = None, soft_cap: float | None = None,
-    window: int | None = None, chunk: int | None = None, sinks: jax.Array | None = None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: jax.Array | None = None,
     mask: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Computes causal attention of whole sequences from dense keys and values: for training, and as a reference.
 
     Args:

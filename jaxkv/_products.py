@@ -61,9 +61,13 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def dot_general(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
     out_sharding: Any = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Computes `jax.lax.dot_general`, on a CPU in the form of `product` where few tokens meet a kernel `[I, O]`: for
     Flax's layers, as their `dot_general`.
 

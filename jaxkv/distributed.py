@@ -28,9 +28,13 @@ ENDED, FAILED, LOST = "ended", "failed", "lost"  # a process's last words; of LO
 
 
 def initialize(
-    coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None, *,
-    patience: float = 10, **options: Any,
-) -> None:  # fmt: skip
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    patience: float = 10,
+    **options: Any,
+) -> None:
     """Calls `jax.distributed.initialize`, and monitors the other processes: when one is lost, this process ends.
 
     By itself JAX waits for a lost process until a timeout of its transport, and then ends without a reason. Here every

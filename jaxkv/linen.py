@@ -90,9 +90,14 @@ class Attention(linen.Module):
 
     @linen.compact
     def __call__(
-        self, x: jax.Array, cache: Any = None, *, layer: Any = 0, positions: jax.Array | None = None,
+        self,
+        x: jax.Array,
+        cache: Any = None,
+        *,
+        layer: Any = 0,
+        positions: jax.Array | None = None,
         step: Step | None = None,
-    ) -> tuple[jax.Array, Any]:  # fmt: skip
+    ) -> tuple[jax.Array, Any]:
         """Computes self-attention. Arguments and results are those of [`jaxkv.nnx.Attention`][]."""
         num_kv_heads = num_kv_heads_of(self.num_heads, self.num_kv_heads)
         head_dim = head_dim_of(x.shape[-1], self.num_heads, self.head_dim)
@@ -100,9 +105,15 @@ class Attention(linen.Module):
 
         def dense(name: str, features: Any, axis: Any, use_bias: bool) -> linen.DenseGeneral:
             return linen.DenseGeneral(
-                features, axis=axis, use_bias=use_bias, dtype=self.dtype, param_dtype=self.param_dtype,
-                kernel_init=self.kernel_init, dot_general=dot_general, name=name,
-            )  # fmt: skip
+                features,
+                axis=axis,
+                use_bias=use_bias,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                kernel_init=self.kernel_init,
+                dot_general=dot_general,
+                name=name,
+            )
 
         q = dense("query", (self.num_heads, head_dim), -1, self.use_bias)(x)
         k = dense("key", (num_kv_heads, head_dim), -1, self.use_bias)(x)
@@ -144,10 +155,20 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
 
     @linen.compact
     def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = None, inputs_v: jax.Array | None = None, *,
-        cache: Any = None, layer: Any = None, step: Step | None = None, mask: Any = None,
-        deterministic: bool | None = None, dropout_rng: Any = None, sow_weights: bool = False, **others: Any,
-    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        cache: Any = None,
+        layer: Any = None,
+        step: Step | None = None,
+        mask: Any = None,
+        deterministic: bool | None = None,
+        dropout_rng: Any = None,
+        sow_weights: bool = False,
+        **others: Any,
+    ) -> tuple[jax.Array, Any]:
         """Computes attention.
 
         Args:
@@ -161,8 +182,16 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
           `(y, cache)`; y has inputs_q's shape, except for `out_features`.
         """
         if cache is None:
-            y = super().__call__(inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic,
-                                 dropout_rng=dropout_rng, sow_weights=sow_weights, **others)  # fmt: skip
+            y = super().__call__(
+                inputs_q,
+                inputs_k,
+                inputs_v,
+                mask=mask,
+                deterministic=deterministic,
+                dropout_rng=dropout_rng,
+                sow_weights=sow_weights,
+                **others,
+            )
             return y, None
         if self.attention_fn is not linen.dot_product_attention or others:
             raise ValueError(
@@ -173,27 +202,46 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         qkv_features = self.qkv_features or inputs_q.shape[-1]
         head_dim = head_dim_of(qkv_features, self.num_heads, None)
         dense = functools.partial(
-            linen.DenseGeneral, use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype,
+            linen.DenseGeneral,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
             precision=self.precision,
-        )  # fmt: skip
+        )
         project = functools.partial(
-            dense, (self.num_heads, head_dim), kernel_init=self.kernel_init, bias_init=self.bias_init,
-            dot_general=self.qkv_dot_general or dot_general, dot_general_cls=self.qkv_dot_general_cls,
-        )  # fmt: skip
+            dense,
+            (self.num_heads, head_dim),
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            dot_general=self.qkv_dot_general or dot_general,
+            dot_general_cls=self.qkv_dot_general_cls,
+        )
         norm = functools.partial(linen.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
         q, k, v = project(name="query")(inputs_q), project(name="key")(inputs_k), project(name="value")(inputs_v)
         if self.normalize_qk:
             q, k = norm(name="query_ln")(q), norm(name="key_ln")(k)
         y, cache = dot_product_attention(
-            q, k, v, mask=mask, dropout_rate=self.dropout_rate, dtype=self.dtype, module=self if sow_weights else None,
-            deterministic=bool(self.deterministic if deterministic is None else deterministic), cache=cache,
-            layer=layer, step=step,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            mask=mask,
+            dropout_rate=self.dropout_rate,
+            dtype=self.dtype,
+            module=self if sow_weights else None,
+            deterministic=bool(self.deterministic if deterministic is None else deterministic),
+            cache=cache,
+            layer=layer,
+            step=step,
+        )
         out = dense(
-            self.out_features or inputs_q.shape[-1], axis=(-2, -1),
-            kernel_init=self.out_kernel_init or self.kernel_init, bias_init=self.out_bias_init or self.bias_init,
-            dot_general=self.out_dot_general or dot_general, dot_general_cls=self.out_dot_general_cls, name="out",
-        )  # fmt: skip
+            self.out_features or inputs_q.shape[-1],
+            axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            dot_general=self.out_dot_general or dot_general,
+            dot_general_cls=self.out_dot_general_cls,
+            name="out",
+        )
         return out(y), cache
 
 

@@ -83,14 +83,26 @@ class Attention(nnx.Module):
     """
 
     def __init__(
-        self, in_features: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None, *,
-        v_head_dim: int | None = None, use_bias: bool = False, use_out_bias: bool | None = None,
-        use_sinks: bool = False, position_fn: PositionFn | None = None, scale: float | None = None,
-        soft_cap: float | None = None, window: int | None = None, chunk: int | None = None, dtype: Any = None,
+        self,
+        in_features: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        v_head_dim: int | None = None,
+        use_bias: bool = False,
+        use_out_bias: bool | None = None,
+        use_sinks: bool = False,
+        position_fn: PositionFn | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
+        dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Any = nnx.initializers.lecun_normal(),  # noqa: B008 (it has no state)
         rngs: nnx.Rngs,
-    ):  # fmt: skip
+    ):
         num_kv_heads = num_kv_heads_of(num_heads, num_kv_heads)
         head_dim = head_dim_of(in_features, num_heads, head_dim)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -117,9 +129,15 @@ class Attention(nnx.Module):
         self.dtype = None if dtype is None else jnp.dtype(dtype)
 
     def __call__(
-        self, x: jax.Array, cache: Any = None, *, layer: Any = 0, positions: jax.Array | None = None,
-        step: Step | None = None, deterministic: bool = False,
-    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        self,
+        x: jax.Array,
+        cache: Any = None,
+        *,
+        layer: Any = 0,
+        positions: jax.Array | None = None,
+        step: Step | None = None,
+        deterministic: bool = False,
+    ) -> tuple[jax.Array, Any]:
         """Computes self-attention.
 
         Args:
@@ -205,15 +223,28 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     def __init__(
         self, *args: Any, qkv_dot_general: Any = dot_general, out_dot_general: Any = dot_general, **options: Any
-    ):  # fmt: skip
+    ):
         super().__init__(*args, qkv_dot_general=qkv_dot_general, out_dot_general=out_dot_general, **options)
 
     def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = None, inputs_v: jax.Array | None = None, *,
-        cache: Any = None, layer: Any = None, step: Step | None = None, mask: Any = None,
-        deterministic: bool | None = None, rngs: Any = None, sow_weights: bool = False, decode: bool | None = None,
-        is_causal: bool = False, out_sharding: Any = None, qkv_sharding: Any = None, **others: Any,
-    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        cache: Any = None,
+        layer: Any = None,
+        step: Step | None = None,
+        mask: Any = None,
+        deterministic: bool | None = None,
+        rngs: Any = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+        **others: Any,
+    ) -> tuple[jax.Array, Any]:
         """Computes attention.
 
         Args:
@@ -229,10 +260,19 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """
         if cache is None:
             dense = functools.partial(
-                super().__call__, inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic, rngs=rngs,
-                sow_weights=sow_weights, decode=decode, is_causal=is_causal, out_sharding=out_sharding,
+                super().__call__,
+                inputs_q,
+                inputs_k,
+                inputs_v,
+                mask=mask,
+                deterministic=deterministic,
+                rngs=rngs,
+                sow_weights=sow_weights,
+                decode=decode,
+                is_causal=is_causal,
+                out_sharding=out_sharding,
                 qkv_sharding=qkv_sharding,
-            )  # fmt: skip
+            )
             return dense(**others), None
         if self.attention_fn is not nnx.dot_product_attention or others:
             what = ", ".join(others) or "attention_fn"
@@ -247,10 +287,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if self.query_ln is not None and self.key_ln is not None:
             q, k = self.query_ln(q), self.key_ln(k)
         attend = functools.partial(
-            dot_product_attention, q, k, v, mask=mask, dropout_rate=self.dropout_rate, dtype=self.dtype,
+            dot_product_attention,
+            q,
+            k,
+            v,
+            mask=mask,
+            dropout_rate=self.dropout_rate,
+            dtype=self.dtype,
             deterministic=bool(self.deterministic if deterministic is None else deterministic),
-            module=self if sow_weights else None, step=step,
-        )  # fmt: skip
+            module=self if sow_weights else None,
+            step=step,
+        )
         if isinstance(cache, LayerInPlace):
             place = cache
             y = place.variable.apply(lambda cache: attend(cache=cache, layer=place.layer))

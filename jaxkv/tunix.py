@@ -69,9 +69,14 @@ class PagedModel:
         return jax.eval_shape(lambda: self.module.embedder.encode(jnp.zeros((1, 1), jnp.int32))).dtype
 
     def __call__(
-        self, tokens: jax.Array, *, cache: Cache, logits_at: jax.Array | None = None, step: Step | None = None,
+        self,
+        tokens: jax.Array,
+        *,
+        cache: Cache,
+        logits_at: jax.Array | None = None,
+        step: Step | None = None,
         deterministic: bool = False,
-    ) -> tuple[jax.Array, Cache]:  # fmt: skip
+    ) -> tuple[jax.Array, Cache]:
         """Computes logits, `f32[n, V]` of the tokens that `logits_at` names, else of all; see `jaxkv.Model`."""
         model, is_packed = self.module, tokens.ndim == 1
         place = positions(cache, tokens.shape)
@@ -108,9 +113,15 @@ class _PagedAttention:
         if self.is_packed:
             q, k, v = q[0], k[0], v[0]
         y, cache = attention(
-            q, k, v, cache, scale=_read_scale(self.attn), window=_read_window(self.attn), step=self.step,
+            q,
+            k,
+            v,
+            cache,
+            scale=_read_scale(self.attn),
+            window=_read_window(self.attn),
+            step=self.step,
             deterministic=self.deterministic,
-        )  # fmt: skip
+        )
         out = self.attn.attn_vec_einsum if self.family == "gemma3" else self.attn.o_proj
         return cache, out(y[None] if self.is_packed else y)
 
@@ -216,9 +227,15 @@ class Rollout(BaseRollout):
     """
 
     def __init__(
-        self, *, rollout_actor: nnx.Module, tokenizer: Any, mesh: Any, rollout_config: RolloutConfig,
-        max_seqs: int = 64, **options: Any,
-    ):  # fmt: skip
+        self,
+        *,
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: Any,
+        rollout_config: RolloutConfig,
+        max_seqs: int = 64,
+        **options: Any,
+    ):
         if mesh is not None and mesh.size > 1:
             raise ValueError(
                 f"jaxkv.tunix.Rollout runs on one device, and the mesh for rollouts has {mesh.size}: give "
@@ -284,9 +301,15 @@ class Rollout(BaseRollout):
         """Returns the log-probability of each token of completions, by tunix's own pass without a cache."""
         state = self._model.state if self._actor is None else nnx.state(self._actor)
         return common.compute_per_token_logps(
-            self._model.graphdef, state, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens,
-            pad_id=self.pad_id(), eos_id=self.eos_id(), stop_gradient=True, return_logits=False,
-        )  # fmt: skip
+            self._model.graphdef,
+            state,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            pad_id=self.pad_id(),
+            eos_id=self.eos_id(),
+            stop_gradient=True,
+            return_logits=False,
+        )
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Takes other parameters, all or those of `filter_types`; the next `generate` is computed by them.

@@ -33,9 +33,13 @@ def write_kv(kv, k, v, tables, lengths, new, **options: Any) -> Any:
 
 
 def dense(
-    kv: jax.Array, tables: jax.Array, kv_scale: jax.Array | None = None, kind: str | None = None,
-    head_dim: int | None = None, rank: int | None = None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    kv: jax.Array,
+    tables: jax.Array,
+    kv_scale: jax.Array | None = None,
+    kind: str | None = None,
+    head_dim: int | None = None,
+    rank: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Returns keys and values of every row laid out densely, float32 `[S, C, K, D]` with
     `C = max_blocks_per_seq * block_size`. With `rank` the values are the first so many numbers of the keys.
 

@@ -17,7 +17,7 @@ Update = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 def run_tokens(
     update: Update, tokens: Any, states: jax.Array, batch: StateBatch, token_axes: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs of `update(state, token) -> (output, state)`, token by token, and the pool after them."""
     token = locate(token_axes, batch.kv_lens, batch.query_lens, batch.query_starts)
     rows = jnp.arange(batch.slots.shape[0])

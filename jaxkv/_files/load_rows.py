@@ -63,22 +63,37 @@ def describe(path: str | os.PathLike) -> SavedCache:
 
 @overload
 def load(
-    path: str | os.PathLike[str], config: CacheConfig | None = None, *, into: Cache | None = None,
-    rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,
-) -> Cache: ...  # fmt: skip
+    path: str | os.PathLike[str],
+    config: CacheConfig | None = None,
+    *,
+    into: Cache | None = None,
+    rows: Sequence[int | None] | None = None,
+    model: str | None = None,
+    partial_windows: bool = False,
+) -> Cache: ...
 
 
 @overload
 def load(
-    path: str | os.PathLike[str], config: CacheConfig | None = None, *, into: RowShards,
-    rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,
-) -> RowShards: ...  # fmt: skip
+    path: str | os.PathLike[str],
+    config: CacheConfig | None = None,
+    *,
+    into: RowShards,
+    rows: Sequence[int | None] | None = None,
+    model: str | None = None,
+    partial_windows: bool = False,
+) -> RowShards: ...
 
 
 def load(
-    path: str | os.PathLike, config: CacheConfig | None = None, *, into: Cache | RowShards | None = None,
-    rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,
-) -> Any:  # fmt: skip
+    path: str | os.PathLike,
+    config: CacheConfig | None = None,
+    *,
+    into: Cache | RowShards | None = None,
+    rows: Sequence[int | None] | None = None,
+    model: str | None = None,
+    partial_windows: bool = False,
+) -> Any:
     """Returns a cache with the rows of a file, or `into` with those rows restored into empty rows.
 
     The file is memory-mapped, verified, and copied layer by layer. New blocks are allocated: block_size, num_blocks,
@@ -122,9 +137,14 @@ def load(
 
 
 def put_saved(
-    path: Any, saved: SavedCache, tensors: Mapping[str, np.ndarray], config: CacheConfig | None,
-    into: Cache | RowShards | None, rows: Sequence[int | None] | None, partial_windows: bool = False,
-) -> tuple[Any, list[int]]:  # fmt: skip
+    path: Any,
+    saved: SavedCache,
+    tensors: Mapping[str, np.ndarray],
+    config: CacheConfig | None,
+    into: Cache | RowShards | None,
+    rows: Sequence[int | None] | None,
+    partial_windows: bool = False,
+) -> tuple[Any, list[int]]:
     """Does `load` of what was read from `path`, and returns the rows that they are in, too."""
     config = into.config if into is not None else config or saved.config
     check_layers(path, saved.config, config)
@@ -145,9 +165,15 @@ def put_saved(
 
 
 def _put(
-    path: pathlib.Path, saved: SavedCache, tensors: Mapping[str, np.ndarray], config: CacheConfig, into: Cache | None,
-    source: np.ndarray, target: np.ndarray, partial_windows: bool,
-) -> Cache:  # fmt: skip
+    path: pathlib.Path,
+    saved: SavedCache,
+    tensors: Mapping[str, np.ndarray],
+    config: CacheConfig,
+    into: Cache | None,
+    source: np.ndarray,
+    target: np.ndarray,
+    partial_windows: bool,
+) -> Cache:
     """Returns a cache of this config, or `into`, with saved rows `source` in its rows `target`."""
     free = config.group_blocks if into is None else jax.device_get([t.num_free for t in into.tables])
     held = [held_rows(saved, tensors, g, source) for g in range(len(saved.groups))]
@@ -214,9 +240,14 @@ def held_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group: int, 
 
 
 def _fit(
-    path: pathlib.Path, saved: SavedCache, held: list[HeldBlocks], source: np.ndarray, config: CacheConfig,
-    free: Sequence[Any], partial: bool,
-) -> dict[int, BlockPlan]:  # fmt: skip
+    path: pathlib.Path,
+    saved: SavedCache,
+    held: list[HeldBlocks],
+    source: np.ndarray,
+    config: CacheConfig,
+    free: Sequence[Any],
+    partial: bool,
+) -> dict[int, BlockPlan]:
     """Plans, for each layer with a pool, the blocks of saved rows `source`, within the `free` blocks of its group."""
     lengths = np.array(saved.lengths)[source]
     own = [None if layer.thinned is None else layer.lengths for layer in held]

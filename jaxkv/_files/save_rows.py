@@ -22,9 +22,13 @@ from jaxkv._files.snapshot import Written
 
 
 def save(
-    path: str | os.PathLike, cache: Cache | RowShards, rows: Sequence[int] | None = None, *, model: str | None = None,
+    path: str | os.PathLike,
+    cache: Cache | RowShards,
+    rows: Sequence[int] | None = None,
+    *,
+    model: str | None = None,
     metadata: Mapping[str, Any] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Writes rows of a cache to a file, replaced atomically: a crash leaves the old file.
 
     Blocks that several rows share are stored once. A step's bookkeeping, reserved blocks, failures and tokens outside
@@ -78,9 +82,15 @@ def save(
 
 def _describe_written(
     written: Written, config: CacheConfig, model: str | None, metadata: Mapping[str, Any]
-) -> SavedCache:  # fmt: skip
-    return SavedCache(config=config, lengths=tuple(written.lengths.tolist()), model=model, metadata=metadata,
-                      block_size=written.block_size, groups=config.groups)  # fmt: skip
+) -> SavedCache:
+    return SavedCache(
+        config=config,
+        lengths=tuple(written.lengths.tolist()),
+        model=model,
+        metadata=metadata,
+        block_size=written.block_size,
+        groups=config.groups,
+    )
 
 
 def _find_shapes(written: Written, config: CacheConfig) -> dict[str, tuple[int, ...]]:

@@ -74,11 +74,17 @@ class HostBlocks:
             return tuple(x if x is None else x[own] for x, own in zip(several, lines, strict=True))
 
         return dataclasses.replace(
-            self, lengths=self.lengths[i : i + 1], first=of_row(self.first), count=of_row(self.count),
-            order=tuple(orders), held=of_row(self.held), thinned=of_row(self.thinned), parts=tuple(parts),
+            self,
+            lengths=self.lengths[i : i + 1],
+            first=of_row(self.first),
+            count=of_row(self.count),
+            order=tuple(orders),
+            held=of_row(self.held),
+            thinned=of_row(self.thinned),
+            parts=tuple(parts),
             states=jax.tree.map(functools.partial(_pick, np.array([i])), self.states),
             snapshots=None if self.snapshots is None else self.snapshots.select(i),
-        )  # fmt: skip
+        )
 
     def drop_shared(
         self, num_blocks: int, first_held: Sequence[int], sinks: Sequence[int]

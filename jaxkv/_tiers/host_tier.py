@@ -86,12 +86,21 @@ def swap_out_rows(cache: Cache, rows: Any, *, with_snapshots: bool) -> tuple[Cac
         snapshots = dataclasses.replace(snapshots, states=jax.tree.map(_to_host, snapshots.states))
     lengths = np.asarray(row_tables(tables[0], config).lengths)[moved]
     host = HostBlocks(
-        lengths=lengths, first=tuple(first), count=tuple(count), order=tuple(order), held=tuple(left),
-        thinned=tuple(thinned), parts=tuple(parts), states=states, snapshots=snapshots, groups=config.groups,
-        retentions=tuple(map(str, config.retentions)), rotates=tuple(map(config.rotates, range(cache.num_layers))),
+        lengths=lengths,
+        first=tuple(first),
+        count=tuple(count),
+        order=tuple(order),
+        held=tuple(left),
+        thinned=tuple(thinned),
+        parts=tuple(parts),
+        states=states,
+        snapshots=snapshots,
+        groups=config.groups,
+        retentions=tuple(map(str, config.retentions)),
+        rotates=tuple(map(config.rotates, range(cache.num_layers))),
         kinds=config.kind_names,
         committed=all(getattr(x, "committed", False) for x in jax.tree.leaves(cache.pools)),
-    )  # fmt: skip
+    )
     return free(cache, moved), host
 
 
@@ -184,14 +193,19 @@ def make_host(
             if (part := all_parts[layer]) is not None:
                 all_parts[layer] = add_bounds(part, held[group].tables, held[group].lengths, config, layer)
     return HostBlocks(
-        lengths=np.asarray(lengths, np.int32), parts=tuple(all_parts), states=states, groups=config.groups,
+        lengths=np.asarray(lengths, np.int32),
+        parts=tuple(all_parts),
+        states=states,
+        groups=config.groups,
         first=tuple(first_columns(x, sinks) for x, sinks in zip(used, config.group_sinks, strict=True)),
         count=tuple(x.sum(axis=1, dtype=np.int32) for x in used),
         order=tuple(pad(group.tables[x] - 1) for group, x in zip(held, used, strict=True)),
         held=tuple(None if group.thinned is None else group.lengths for group in held),
-        thinned=tuple(group.thinned for group in held), kinds=config.kind_names,
-        retentions=tuple(map(str, config.retentions)), rotates=tuple(map(config.rotates, range(config.num_layers))),
-    )  # fmt: skip
+        thinned=tuple(group.thinned for group in held),
+        kinds=config.kind_names,
+        retentions=tuple(map(str, config.retentions)),
+        rotates=tuple(map(config.rotates, range(config.num_layers))),
+    )
 
 
 def first_columns(used: np.ndarray, sinks: int) -> np.ndarray:

@@ -68,9 +68,7 @@ def offer_rows(cache: Cache, rows: np.ndarray, key: str) -> None:
         _servers[0].await_pull(_name(key) + i, jax.device_put(arrays, jax.local_devices()[0]))
 
 
-def receive(
-    cache: Cache, rows: Sequence[int] | None, source: str, *, timeout: float = 60
-) -> tuple[Cache, list[int]]:  # fmt: skip
+def receive(cache: Cache, rows: Sequence[int] | None, source: str, *, timeout: float = 60) -> tuple[Cache, list[int]]:
     """Puts rows that another process sends into empty rows of a cache, equal to the bit.
 
     Each call gets what the next `send(cache, rows, to=address)` there sends to this process's `transfer_address`, or

@@ -69,9 +69,13 @@ def plan_row(
 
 
 def _read(
-    tensors: Mapping[str, np.ndarray], config: CacheConfig, length: int, held: list[HeldBlocks],
-    plans: dict[int, BlockPlan], states: tuple[dict[str, np.ndarray] | None, ...],
-) -> HostBlocks:  # fmt: skip
+    tensors: Mapping[str, np.ndarray],
+    config: CacheConfig,
+    length: int,
+    held: list[HeldBlocks],
+    plans: dict[int, BlockPlan],
+    states: tuple[dict[str, np.ndarray] | None, ...],
+) -> HostBlocks:
     parts: list[Pool | None] = [None] * config.num_layers
     for layer in pool_layers(config):
         # One row's blocks come in the order of its table.

@@ -137,12 +137,19 @@ def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
         states = take_states(cache, np.array([row], np.int32))
     parts = tuple(None if part is None else _brought(part, to, layer) for layer, part in enumerate(found))
     return HostBlocks(
-        lengths=length, first=tuple(first), count=tuple(count), order=in_order(count), held=none,
-        thinned=none, parts=parts, states=split_states(to.config, place_states(states, to)),
-        groups=config.groups, retentions=tuple(map(str, config.retentions)),
+        lengths=length,
+        first=tuple(first),
+        count=tuple(count),
+        order=in_order(count),
+        held=none,
+        thinned=none,
+        parts=parts,
+        states=split_states(to.config, place_states(states, to)),
+        groups=config.groups,
+        retentions=tuple(map(str, config.retentions)),
         rotates=tuple(map(config.rotates, range(cache.num_layers))),
         kinds=config.kind_names,
-    )  # fmt: skip
+    )
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
@@ -185,7 +192,7 @@ def _check_layers(cache: Cache, to: Cache) -> None:
 
 def _fit(
     cache: Cache, source: np.ndarray, held: list[HeldBlocks], to: Cache, target: np.ndarray
-) -> dict[int, BlockPlan]:  # fmt: skip
+) -> dict[int, BlockPlan]:
     """Returns the blocks that the rows need in each layer. Raises if they do not fit, as far as is known before their
     blocks are compared with those of `to`."""
     config, tables = to.config, jax.device_get(to.tables)

@@ -132,9 +132,12 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def grant_shared_rows(
-    groups: Sequence[BlockTables], entries: Sequence[Entries], held: Sequence[jax.Array], parts: Sequence[jax.Array],
+    groups: Sequence[BlockTables],
+    entries: Sequence[Entries],
+    held: Sequence[jax.Array],
+    parts: Sequence[jax.Array],
     sensible: jax.Array,
-) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:  # fmt: skip
+) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
     """Returns which rows of a host get blocks: in order, each all or nothing in all groups.
 
     The first sharing row that gets all of its own blocks takes a shared block.
@@ -191,7 +194,7 @@ def take_shared_blocks(tables: BlockTables, taken: jax.Array, part: jax.Array) -
 
 def put_entries(
     tables: BlockTables, entries: Entries, lines: jax.Array, block: jax.Array, taken: jax.Array
-) -> BlockTables:  # fmt: skip
+) -> BlockTables:
     """Returns tables with the entries of a host in lines `lines` i32[n] (past the end: in none), and counts them.
 
     Args:

@@ -22,9 +22,16 @@ from jaxkv.convert.dense import check_latent, check_widths, infer_layer
 
 
 def from_blocks(
-    *, k: Sequence[Any], v: Sequence[Any], tables: Any, lengths: Any, layout: str = "head_major",
-    max_seq_len: int | None = None, layers: Sequence[LayerConfig] | None = None, **fields: Any,
-) -> Cache:  # fmt: skip
+    *,
+    k: Sequence[Any],
+    v: Sequence[Any],
+    tables: Any,
+    lengths: Any,
+    layout: str = "head_major",
+    max_seq_len: int | None = None,
+    layers: Sequence[LayerConfig] | None = None,
+    **fields: Any,
+) -> Cache:
     """Makes a cache from existing blocks. The blocks are copied, and everything is validated.
 
     Args:
@@ -79,8 +86,14 @@ def from_blocks(
     check_latent(layers, v)
     check_widths(layers, v)
     fields = {"dtype": k[0].dtype} | fields
-    config = CacheConfig(layers=layers, max_seqs=len(lengths), max_seq_len=max_seq_len, num_blocks=num_blocks,
-                         block_size=block_size, **fields)  # fmt: skip
+    config = CacheConfig(
+        layers=layers,
+        max_seqs=len(lengths),
+        max_seq_len=max_seq_len,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        **fields,
+    )
     refuse_gaps(config, "from_blocks takes", ("head",))
     refuse_index(config, "from_blocks takes")
     cache = init(config)
@@ -101,9 +114,14 @@ def from_blocks(
     def fill(empty: BlockTables, group: int) -> BlockTables:
         placed, _ = columns_for(entries[:, :columns], config, group)
         return dataclasses.replace(
-            empty, tables=i32(placed), lengths=i32(lengths), refcounts=i32(refcounts),
-            free_list=i32(free_list), num_free=i32(len(free)), peak=i32(num_blocks - len(free)),
-        )  # fmt: skip
+            empty,
+            tables=i32(placed),
+            lengths=i32(lengths),
+            refcounts=i32(refcounts),
+            free_list=i32(free_list),
+            num_free=i32(len(free)),
+            peak=i32(num_blocks - len(free)),
+        )
 
     return cache.replace(tables=tuple(fill(t, group) for group, t in enumerate(cache.tables)))
 

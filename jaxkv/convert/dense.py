@@ -129,9 +129,7 @@ def check_widths(layers: Sequence[LayerConfig], v: Sequence[Any]) -> None:
             raise ValueError(f"v of layer {i} has heads of {one_v.shape[-1]}, but the layer of {layer.value_dim}.")
 
 
-def _config(
-    k: list[Any], v: list[Any], layers: Sequence[LayerConfig] | None, fields: dict[str, Any]
-) -> CacheConfig:  # fmt: skip
+def _config(k: list[Any], v: list[Any], layers: Sequence[LayerConfig] | None, fields: dict[str, Any]) -> CacheConfig:
     given = [x.shape[2:] for x in k]
     if layers is None:
         layers = tuple(infer_layer(k, v, heads=k.shape[2]) for k, v in zip(k, v, strict=True))

@@ -45,9 +45,12 @@ def from_flax(
 
 
 def to_flax(
-    cache: Cache, collection: Mapping[Any, Any], rows: Sequence[int] | None = None, *,
+    cache: Cache,
+    collection: Mapping[Any, Any],
+    rows: Sequence[int] | None = None,
+    *,
     paths: Sequence[str] | None = None,
-) -> dict[Any, Any]:  # fmt: skip
+) -> dict[Any, Any]:
     """Returns a Flax model's own cache with the tokens of a `Cache`, for the model to continue.
 
     Args:

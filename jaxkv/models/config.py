@@ -121,9 +121,14 @@ class DecoderConfig:
     blocks: tuple[BlockConfig, ...] = ()
 
     def __init__(
-        self, *, layers: Sequence[LayerConfig] = (), num_kv_heads: int | None = None, head_dim: int | None = None,
-        windows: Sequence[int | None] | None = None, **fields: Any,
-    ):  # fmt: skip
+        self,
+        *,
+        layers: Sequence[LayerConfig] = (),
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        windows: Sequence[int | None] | None = None,
+        **fields: Any,
+    ):
         values: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(self)} | fields
         if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(self)}):
             raise TypeError(f"DecoderConfig has no {', '.join(unknown)}.")
@@ -150,8 +155,21 @@ class DecoderConfig:
         for name in ("attention_soft_cap", "logit_soft_cap"):
             if getattr(self, name) is not None:
                 real(name, getattr(self, name), above=0)
-        flags = ("qk_norm", "pre_norms", "post_norms", "qkv_bias", "out_bias", "mlp_bias", "tie_embeddings",
-                 "byte_tokens", "sinks", "attention_gate", "value_norm", "layer_scale", "gated_mlp")  # fmt: skip
+        flags = (
+            "qk_norm",
+            "pre_norms",
+            "post_norms",
+            "qkv_bias",
+            "out_bias",
+            "mlp_bias",
+            "tie_embeddings",
+            "byte_tokens",
+            "sinks",
+            "attention_gate",
+            "value_norm",
+            "layer_scale",
+            "gated_mlp",
+        )
         for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {show(getattr(self, name))}.")
@@ -266,9 +284,12 @@ class DecoderConfig:
 
 
 def _make_layers(
-    layers: tuple[LayerConfig, ...], latent: LatentConfig | None, num_kv_heads: int | None, head_dim: int | None,
+    layers: tuple[LayerConfig, ...],
+    latent: LatentConfig | None,
+    num_kv_heads: int | None,
+    head_dim: int | None,
     windows: Sequence[int | None] | None,
-) -> tuple[LayerConfig, ...]:  # fmt: skip
+) -> tuple[LayerConfig, ...]:
     """Returns a `LayerConfig` for each layer, made from the common values or updated with them."""
     if not layers and latent is not None:
         return tuple(LayerConfig.latent(latent.rank, latent.rope_dim, window=window) for window in windows or ())

@@ -81,20 +81,35 @@ class Decoder(nnx.Module):
 
     @overload
     def __call__(
-        self, tokens: jax.Array, cache: Cache, *, logits_at: jax.Array | None = None, step: Step | None = None,
+        self,
+        tokens: jax.Array,
+        cache: Cache,
+        *,
+        logits_at: jax.Array | None = None,
+        step: Step | None = None,
         deterministic: bool = False,
-    ) -> tuple[jax.Array, Cache]: ...  # fmt: skip
+    ) -> tuple[jax.Array, Cache]: ...
 
     @overload
     def __call__(
-        self, tokens: jax.Array, cache: None = None, *, logits_at: jax.Array | None = None, step: Step | None = None,
+        self,
+        tokens: jax.Array,
+        cache: None = None,
+        *,
+        logits_at: jax.Array | None = None,
+        step: Step | None = None,
         deterministic: bool = False,
-    ) -> tuple[jax.Array, None]: ...  # fmt: skip
+    ) -> tuple[jax.Array, None]: ...
 
     def __call__(
-        self, tokens: jax.Array, cache: Cache | None = None, *, logits_at: jax.Array | None = None,
-        step: Step | None = None, deterministic: bool = False,
-    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
+        self,
+        tokens: jax.Array,
+        cache: Cache | None = None,
+        *,
+        logits_at: jax.Array | None = None,
+        step: Step | None = None,
+        deterministic: bool = False,
+    ) -> tuple[jax.Array, Cache | None]:
         """Computes the next-token logits of each token.
 
         Args:

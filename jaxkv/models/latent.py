@@ -30,9 +30,14 @@ class LatentAttention(nnx.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, latent: LatentConfig, rope: Rope, dtype: Any, rngs: nnx.Rngs,
+        self,
+        config: DecoderConfig,
+        latent: LatentConfig,
+        rope: Rope,
+        dtype: Any,
+        rngs: nnx.Rngs,
         has_indexer: bool = False,
-    ):  # fmt: skip
+    ):
         def kernel(num_inputs: int, num_outputs: int) -> jax.Array:
             return nnx.initializers.lecun_normal()(rngs.params(), (num_inputs, num_outputs), dtype)
 
@@ -62,7 +67,7 @@ class LatentAttention(nnx.Module):
 
     def __call__(
         self, x: jax.Array, cache: Any = None, *, layer: Any = 0, positions: jax.Array, step: Step | None = None
-    ) -> tuple[jax.Array, Any]:  # fmt: skip
+    ) -> tuple[jax.Array, Any]:
         """Attends as `jaxkv.nnx.Attention` does, in the same three steps."""
         y, cache = self.attend(self.inputs(x, positions), cache, layer, step)
         return self.output(y), cache

@@ -29,9 +29,7 @@ class GatedMLP(nnx.Module):
     Transformer: https://arxiv.org/abs/2506.06644).
     """
 
-    def __init__(
-        self, config: DecoderConfig, mlp_dim: int, dtype: Any, rngs: nnx.Rngs, sparsity: float = 0.0
-    ):  # fmt: skip
+    def __init__(self, config: DecoderConfig, mlp_dim: int, dtype: Any, rngs: nnx.Rngs, sparsity: float = 0.0):
         def weight(num_outputs: int, num_inputs: int) -> nnx.Param:
             init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
             return nnx.Param(init(rngs.params(), (num_outputs, num_inputs), dtype))

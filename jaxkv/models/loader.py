@@ -33,9 +33,13 @@ MOST_WRONG = 12  # tensors named in an error
 
 
 def load(
-    folder: str | os.PathLike, *, dtype: Any = None, scan: Scan | None = None, mesh: Mesh | None = None,
+    folder: str | os.PathLike,
+    *,
+    dtype: Any = None,
+    scan: Scan | None = None,
+    mesh: Mesh | None = None,
     ignore: str | Iterable[str] = (),
-) -> Decoder:  # fmt: skip
+) -> Decoder:
     """Loads the model in a Hugging Face folder: config.json, and model.safetensors or several files with their index;
     or in a GGUF file.
 

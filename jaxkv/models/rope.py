@@ -66,8 +66,16 @@ class Rope:
     norm_eps: float | None = None
 
     def __post_init__(self):
-        above_0 = ("theta", "factor", "low_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
-                   "mscale_all_dim")  # fmt: skip
+        above_0 = (
+            "theta",
+            "factor",
+            "low_freq_factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+        )
         for name in above_0:
             if getattr(self, name) is not None:
                 real(name, getattr(self, name), least=1 if name == "theta" else None, above=0)
@@ -187,9 +195,10 @@ def pairs(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Array]:
     if not interleaved and not moves_heads(math.prod(x.shape[:-2]), x.shape[-1]):
         return pairs_by_halves(x, interleaved)
     return jax.lax.platform_dependent(
-        x, tpu=functools.partial(pairs_by_product, interleaved=interleaved),
+        x,
+        tpu=functools.partial(pairs_by_product, interleaved=interleaved),
         default=functools.partial(pairs_by_halves, interleaved=interleaved),
-    )  # fmt: skip
+    )
 
 
 def pairs_by_halves(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Array]:

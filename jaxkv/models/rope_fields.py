@@ -11,10 +11,16 @@ YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"
 
 
 def parse_ropes(
-    fields: Fields, max_seq_len: int, *, theta: float, local_theta: float | None = None,
-    default: dict[str, Any] | None = None, interleaved: bool = False, partial: float | None = None,
+    fields: Fields,
+    max_seq_len: int,
+    *,
+    theta: float,
+    local_theta: float | None = None,
+    default: dict[str, Any] | None = None,
+    interleaved: bool = False,
+    partial: float | None = None,
     scalings: tuple[str, ...] = SCALINGS,
-) -> dict[str, Rope]:  # fmt: skip
+) -> dict[str, Rope]:
     """Returns the rotary embedding of each kind of layer.
 
     Args:
@@ -50,9 +56,14 @@ def parse_ropes(
 
 
 def _parse(
-    fields: Fields, theta: float, max_seq_len: int, original: int | None, interleaved: bool, partial: float | None,
+    fields: Fields,
+    theta: float,
+    max_seq_len: int,
+    original: int | None,
+    interleaved: bool,
+    partial: float | None,
     scalings: tuple[str, ...],
-) -> Rope:  # fmt: skip
+) -> Rope:
     old_name = fields.take("type", "default")
     scaling = fields.take("rope_type", old_name)
     scaling = "longrope" if scaling == "su" else scaling  # its first name
@@ -96,11 +107,13 @@ def _parse_longrope(
     trained = trained if original is None else original
     divisors = {name: _read_divisors(fields, name) for name in ("short_factor", "long_factor")}
     rope = Rope(
-        theta=fields.number("rope_theta", theta, least=1), original_max_position=trained,
+        theta=fields.number("rope_theta", theta, least=1),
+        original_max_position=trained,
         divisors=divisors["long_factor" if max_seq_len > trained else "short_factor"],
         factor=fields.number("factor", max_seq_len / trained, above=0),
-        attention_factor=fields.number("attention_factor", None, above=0), **options,
-    )  # fmt: skip
+        attention_factor=fields.number("attention_factor", None, above=0),
+        **options,
+    )
     fields.finish()
     return rope
 

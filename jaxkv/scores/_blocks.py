@@ -29,9 +29,14 @@ TOGETHER = 1 << 20  # bytes of bounds that are gathered at a time
 
 
 def quest(
-    cache: Cache, *, layer: int, q: Any, num_blocks: int, bounds: BlockBounds | None = None,
+    cache: Cache,
+    *,
+    layer: int,
+    q: Any,
+    num_blocks: int,
+    bounds: BlockBounds | None = None,
     scale: float | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Selects the blocks of each row most relevant to the step's queries, for `attend(blocks=)`. Pure and jittable.
 
     A block's `block_bounds` limit the logits of its keys. Each head applies a softmax to these upper bounds, as if they

@@ -8,9 +8,15 @@ from jaxkv._core.config.validation import flag, integer
 
 
 def indexer(
-    cache: Any, *, layer: Any = None, q: Any, weights: Any, top_k: int, step: Step | None = None,
+    cache: Any,
+    *,
+    layer: Any = None,
+    q: Any,
+    weights: Any,
+    top_k: int,
+    step: Step | None = None,
     return_scores: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """Chooses the earlier tokens that each of the step's queries attends to, for `attend(tokens=)`. Pure and jittable.
 
     A token's score is the sum over heads h of `weights[h] * relu(q[h] . k)`, k being the index key that `write_index`

@@ -66,9 +66,15 @@ def keydiff(cache: Cache, *, layer: int) -> jax.Array:
 
 
 def snapkv(
-    cache: Cache, *, layer: int, q: jax.Array, num_tokens: Any = None, scale: float | None = None,
-    window_size: int = 64, kernel_size: int = 5,
-) -> jax.Array:  # fmt: skip
+    cache: Cache,
+    *,
+    layer: int,
+    q: jax.Array,
+    num_tokens: Any = None,
+    scale: float | None = None,
+    window_size: int = 64,
+    kernel_size: int = 5,
+) -> jax.Array:
     """Scores tokens by the attention of the last `window_size` queries, averaged over `kernel_size` neighbours.
 
     The tokens of these queries are kept before all others, the latest first.
@@ -99,18 +105,20 @@ def snapkv(
     weights = jnp.sum(weights, axis=3) / number[:, None, None, None]
     weights = jnp.where(own[:, :, None], 0.0, weights)
     pooled = jax.lax.reduce_window(
-        weights, 0.0, jax.lax.add, (1, 1, 1, kernel_size), (1, 1, 1, 1),
+        weights,
+        0.0,
+        jax.lax.add,
+        (1, 1, 1, kernel_size),
+        (1, 1, 1, 1),
         [(0, 0)] * 3 + [(kernel_size // 2, kernel_size - 1 - kernel_size // 2)],
-    )  # fmt: skip
+    )
     found = _with_most(pooled.mean(axis=2) / kernel_size, held & ~own, own)
     # As much as the best of the others; among themselves the later count more, should a budget hold but some of them.
     nth = (1 + place - jnp.min(place, axis=2, where=own, initial=held.shape[2], keepdims=True)).astype(jnp.float32)
     return _scores(jnp.where(own, found * (1 + nth * 2.0**-20) + nth * TINY, found), held)
 
 
-def tova(
-    cache: Cache, *, layer: int, q: jax.Array, num_tokens: Any = None, scale: float | None = None
-) -> jax.Array:  # fmt: skip
+def tova(cache: Cache, *, layer: int, q: jax.Array, num_tokens: Any = None, scale: float | None = None) -> jax.Array:
     """Scores tokens by the last query's attention, averaged over all heads; its token is kept. Arguments: see `snapkv`.
 
     Raises:
@@ -134,7 +142,7 @@ def tova(
 
 def observed_attention(
     cache: Cache, *, layer: int, q: jax.Array, num_tokens: Any = None, scale: float | None = None
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Scores tokens by the mean attention of the step's queries that can see them. Arguments: see `snapkv`.
 
     From H2O (https://arxiv.org/abs/2306.14048), whose heavy hitters these are.
@@ -153,10 +161,18 @@ def observed_attention(
 
 
 def expected_attention(
-    cache: Cache, *, layer: int, q: jax.Array, rotate: Callable[[jax.Array, jax.Array], jax.Array],
-    num_tokens: Any = None, n_future_positions: int = 512, n_sink: int = 4, use_covariance: bool = True,
-    use_vnorm: bool = True, epsilon: float = 0.0,
-) -> jax.Array:  # fmt: skip
+    cache: Cache,
+    *,
+    layer: int,
+    q: jax.Array,
+    rotate: Callable[[jax.Array, jax.Array], jax.Array],
+    num_tokens: Any = None,
+    n_future_positions: int = 512,
+    n_sink: int = 4,
+    use_covariance: bool = True,
+    use_vnorm: bool = True,
+    epsilon: float = 0.0,
+) -> jax.Array:
     """Scores tokens by the expected attention of future queries, times the norm of the values.
 
     Future queries follow a Gaussian fitted to `q`, rotated to later positions. The first `n_sink` tokens are kept.

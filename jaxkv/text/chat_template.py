@@ -163,9 +163,14 @@ class ChatTemplate:
     def _start(self) -> subprocess.Popen:
         self.close()
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, encoding="utf-8", start_new_session=True,  # Ctrl-C is not for it
-        )  # fmt: skip
+            [sys.executable, "-I", "-c", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,  # Ctrl-C is not for it
+        )
         self._process, self._answers = process, queue.Queue()
         threading.Thread(target=_read, args=(process, self._answers), daemon=True).start()
         header = {

@@ -107,10 +107,15 @@ def _pieces(metadata: Mapping[str, Any], kind: str, tokens: list[str], types: li
     if kind == "t5":
         built = Tokenizer(models.Unigram(list(zip(tokens, scores, strict=True)), unknown, has_bytes))
     else:
-        built = Tokenizer(models.BPE(
-            {token: i for i, token in enumerate(tokens)}, _merges(tokens, scores, types), unk_token=tokens[unknown],
-            fuse_unk=True, byte_fallback=has_bytes,
-        ))  # fmt: skip
+        built = Tokenizer(
+            models.BPE(
+                {token: i for i, token in enumerate(tokens)},
+                _merges(tokens, scores, types),
+                unk_token=tokens[unknown],
+                fuse_unk=True,
+                byte_fallback=has_bytes,
+            )
+        )
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     if kind == "t5":
         squeezed = metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)

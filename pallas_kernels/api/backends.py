@@ -35,9 +35,7 @@ def choose(op: str, implementation: str | None, platform: str | None, call: Call
     return choose_among(lambda name: unsupported(name, op, call), implementation, platform)
 
 
-def choose_among(
-    find_refusal: Callable[[str], str | None], implementation: str | None, platform: str | None
-) -> Choice:  # fmt: skip
+def choose_among(find_refusal: Callable[[str], str | None], implementation: str | None, platform: str | None) -> Choice:
     """Returns the choice where `find_refusal` says why a backend cannot run what is asked for; None: it can."""
     if implementation is not None:
         if why_not := find_refusal(implementation):

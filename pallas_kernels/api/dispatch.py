@@ -41,10 +41,35 @@ from pallas_kernels.common.batch import Call, StoredKV, bundle_call
 
 
 def paged_attention(
-    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, soft_cap=None,
-    window=None, sinks=None, mask=None, return_lse=False, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None, deterministic=False, sink_tokens=None, shared=None, stripe=None, tokens=None, implementation=None,
-):  # fmt: skip
+    q,
+    kv,
+    tables,
+    lengths,
+    new,
+    *,
+    offsets=None,
+    kv_scale=None,
+    kind=None,
+    rank=None,
+    scale=None,
+    soft_cap=None,
+    window=None,
+    sinks=None,
+    mask=None,
+    return_lse=False,
+    alibi=None,
+    spans=None,
+    tree=None,
+    causal=True,
+    chunk=None,
+    blocks=None,
+    deterministic=False,
+    sink_tokens=None,
+    shared=None,
+    stripe=None,
+    tokens=None,
+    implementation=None,
+):
     """Causal attention of a step's tokens over the blocks of their rows.
 
     Query t of row s sits at position `lengths[s] - new[s] + t` and sees the keys at positions 0 to its own. Softmax and
@@ -122,11 +147,33 @@ def paged_attention(
     ((2, 1, 4, 64), (2, 1, 4))
     """
     call = bundle_call(
-        q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, kind=kind, rank=rank,
-        scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse, alibi=alibi,
-        spans=spans, tree=tree, causal=causal, chunk=chunk, blocks=blocks, deterministic=deterministic,
-        sink_tokens=sink_tokens, shared=shared, stripe=stripe, tokens=tokens,
-    )  # fmt: skip
+        q=q,
+        kv=kv,
+        tables=tables,
+        lengths=lengths,
+        new=new,
+        offsets=offsets,
+        kv_scale=kv_scale,
+        kind=kind,
+        rank=rank,
+        scale=scale,
+        soft_cap=soft_cap,
+        window=window,
+        sinks=sinks,
+        mask=mask,
+        return_lse=return_lse,
+        alibi=alibi,
+        spans=spans,
+        tree=tree,
+        causal=causal,
+        chunk=chunk,
+        blocks=blocks,
+        deterministic=deterministic,
+        sink_tokens=sink_tokens,
+        shared=shared,
+        stripe=stripe,
+        tokens=tokens,
+    )
     check_pool(call.stored, call.batch)
     check_format(call.stored, q.shape[-1])
     check_attention(call)
@@ -135,9 +182,20 @@ def paged_attention(
 
 
 def write_kv(
-    kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, stripe=None,
+    kv,
+    k,
+    v,
+    tables,
+    lengths,
+    new,
+    *,
+    offsets=None,
+    kv_scale=None,
+    kind=None,
+    rank=None,
+    stripe=None,
     implementation=None,
-):  # fmt: skip
+):
     """Store a step's keys and values in the blocks of their rows.
 
     Args:
@@ -159,9 +217,18 @@ def write_kv(
     True
     """
     call = bundle_call(
-        k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale if kind else None,
-        kind=kind, rank=rank, stripe=stripe,
-    )  # fmt: skip
+        k=k,
+        v=v,
+        kv=kv,
+        tables=tables,
+        lengths=lengths,
+        new=new,
+        offsets=offsets,
+        kv_scale=kv_scale if kind else None,
+        kind=kind,
+        rank=rank,
+        stripe=stripe,
+    )
     check_pool(call.stored, call.batch)
     check_format(call.stored, k.shape[-1])
     check_new_scale(kv_scale, kind)
@@ -171,9 +238,27 @@ def write_kv(
 
 
 def write_and_attend(
-    q, k, v, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None,
-    soft_cap=None, window=None, sinks=None, mask=None, return_lse=False, implementation=None, **variants,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    kv,
+    tables,
+    lengths,
+    new,
+    *,
+    offsets=None,
+    kv_scale=None,
+    kind=None,
+    rank=None,
+    scale=None,
+    soft_cap=None,
+    window=None,
+    sinks=None,
+    mask=None,
+    return_lse=False,
+    implementation=None,
+    **variants,
+):
     """`write_kv`, then `paged_attention` over the result; in one kernel where a backend has one.
 
     Args:
@@ -192,10 +277,25 @@ def write_and_attend(
     """
     check_names("write_and_attend", variants)
     call = bundle_call(
-        q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets,
-        kv_scale=kv_scale if kind else None, kind=kind, rank=rank, scale=scale, soft_cap=soft_cap, window=window,
-        sinks=sinks, mask=mask, return_lse=return_lse, **variants,
-    )  # fmt: skip
+        q=q,
+        k=k,
+        v=v,
+        kv=kv,
+        tables=tables,
+        lengths=lengths,
+        new=new,
+        offsets=offsets,
+        kv_scale=kv_scale if kind else None,
+        kind=kind,
+        rank=rank,
+        scale=scale,
+        soft_cap=soft_cap,
+        window=window,
+        sinks=sinks,
+        mask=mask,
+        return_lse=return_lse,
+        **variants,
+    )
     check_pool(call.stored, call.batch)
     check_format(call.stored, q.shape[-1])
     check_new_scale(kv_scale, kind)

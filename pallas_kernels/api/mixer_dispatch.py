@@ -105,9 +105,14 @@ def _is_divided(x: Any) -> bool:
 # Layers of the same shapes are traced and lowered once in a program.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _once(
-    op: str, implementation: str, insists: bool, static: tuple, every: int | None, arrays: dict[str, Any],
+    op: str,
+    implementation: str,
+    insists: bool,
+    static: tuple,
+    every: int | None,
+    arrays: dict[str, Any],
     batch: StateBatch,
-) -> Any:  # fmt: skip
+) -> Any:
     def run(name: str, arrays: dict[str, Any], batch: StateBatch) -> Any:
         return getattr(_find_mixers(name), op)(**arrays, **dict(static), batch=batch._replace(every=every))
 

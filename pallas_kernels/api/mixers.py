@@ -10,9 +10,21 @@ OPS = ("causal_conv", "gated_delta_rule", "state_space")
 
 
 def causal_conv(
-    x, weight, states, slots, lengths, new, *, offsets=None, to_slots=None, bias=None, activation=None, every=None,
-    snapshot_slots=None, implementation=None,
-):  # fmt: skip
+    x,
+    weight,
+    states,
+    slots,
+    lengths,
+    new,
+    *,
+    offsets=None,
+    to_slots=None,
+    bias=None,
+    activation=None,
+    every=None,
+    snapshot_slots=None,
+    implementation=None,
+):
     """Computes a causal convolution of each channel by itself, behind the last inputs of each row.
 
     Output t is `sum_j weight[:, j] * x[t - (width - 1) + j]`, in float32. What a row does not own is never read, and a
@@ -52,9 +64,23 @@ def causal_conv(
 
 
 def gated_delta_rule(
-    q, k, v, g, beta, states, slots, lengths, new, *, offsets=None, to_slots=None, scale=None, every=None,
-    snapshot_slots=None, implementation=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    g,
+    beta,
+    states,
+    slots,
+    lengths,
+    new,
+    *,
+    offsets=None,
+    to_slots=None,
+    scale=None,
+    every=None,
+    snapshot_slots=None,
+    implementation=None,
+):
     """Computes the gated delta rule: each token's state is `exp(g) * before + beta * k (v - k^T before)^T`, where
     before has been multiplied already, and its output `scale * q^T state`. All of it is float32.
 
@@ -87,9 +113,23 @@ def gated_delta_rule(
 
 
 def state_space(
-    x, dt, A, B, C, states, slots, lengths, new, *, offsets=None, to_slots=None, D=None, every=None,
-    snapshot_slots=None, implementation=None,
-):  # fmt: skip
+    x,
+    dt,
+    A,
+    B,
+    C,
+    states,
+    slots,
+    lengths,
+    new,
+    *,
+    offsets=None,
+    to_slots=None,
+    D=None,
+    every=None,
+    snapshot_slots=None,
+    implementation=None,
+):
     """Computes a selective state space (Mamba 2): each token's state is `exp(dt A) * before + dt * x B^T`, and its
     output `state C + D x`. All of it is float32.
 
@@ -127,9 +167,14 @@ def explain_mixer(op: str, *, platform: str | None = None, implementation: str |
         raise TypeError(f"{op} takes no {' and no '.join(unknown)}: it takes {', '.join(names)}.")
     rows = {name: arguments.pop(name, None) for name in ("slots", "lengths", "new", "offsets", "to_slots", "every")}
     batch = StateBatch(
-        rows["slots"], rows["lengths"], rows["new"], rows["offsets"], rows["to_slots"],
-        arguments.pop("snapshot_slots", None), rows["every"],
-    )  # fmt: skip
+        rows["slots"],
+        rows["lengths"],
+        rows["new"],
+        rows["offsets"],
+        rows["to_slots"],
+        arguments.pop("snapshot_slots", None),
+        rows["every"],
+    )
     options = {name: arguments.pop(name, None) for name in ("activation", "scale") if name in names}
     needed = {name for name, x in names.items() if x.default is x.empty} - {"slots", "lengths", "new"}
     optional = {name: None for name in ("bias", "D") if name in names}

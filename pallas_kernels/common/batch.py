@@ -64,9 +64,10 @@ class PagedBatch(NamedTuple):
 
 
 @functools.partial(
-    register, data_fields=("mask", "spans", "tree", "blocks", "tokens"),
+    register,
+    data_fields=("mask", "spans", "tree", "blocks", "tokens"),
     meta_fields=("window", "chunk", "sink_tokens", "causal"),
-)  # fmt: skip
+)
 @dataclasses.dataclass(frozen=True)
 class MaskSpec:
     """Which positions of its row a token sees; see `pallas_kernels.paged_attention`."""
@@ -88,9 +89,10 @@ class MaskSpec:
 
 
 @functools.partial(
-    register, data_fields=("scale", "soft_cap", "sinks", "alibi", "shared"),
+    register,
+    data_fields=("scale", "soft_cap", "sinks", "alibi", "shared"),
     meta_fields=("return_lse", "deterministic"),
-)  # fmt: skip
+)
 @dataclasses.dataclass(frozen=True)
 class SoftmaxOptions:
     """What becomes of logits, and how the result is to be computed; see `pallas_kernels.paged_attention`."""

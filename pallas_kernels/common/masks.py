@@ -84,9 +84,14 @@ class MaskTiles(NamedTuple):
 
 
 def find_token_mask(
-    token: Tokens, before: jax.Array, start: jax.Array, longest: int, window_mask: WindowMask,
-    tree: jax.Array | None = None, spans: jax.Array | None = None,
-) -> TokenMask:  # fmt: skip
+    token: Tokens,
+    before: jax.Array,
+    start: jax.Array,
+    longest: int,
+    window_mask: WindowMask,
+    tree: jax.Array | None = None,
+    spans: jax.Array | None = None,
+) -> TokenMask:
     """What the tokens of a step see.
 
     Args:
@@ -195,9 +200,13 @@ def tile_masks(token_mask: TokenMask, at: jax.Array, there: jax.Array) -> MaskTi
 
 
 def is_visible(
-    key: jax.Array, first: jax.Array, last: jax.Array, before: jax.Array, words: list[jax.Array],
+    key: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    before: jax.Array,
+    words: list[jax.Array],
     window_mask: WindowMask = ALL,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Tells in a kernel whether a token with this mask sees the key. Arrays of one shape, or that broadcast.
     `window_mask`: that of the tokens, which may see first ones."""
     seen = window_mask.covers(key, first) & (key <= last)

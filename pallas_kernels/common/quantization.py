@@ -290,9 +290,13 @@ def _read_float8(stored: jax.Array, float8: Float8) -> jax.Array:
 
 def _make_float8(name: str, largest: float, float8: Float8) -> StorageFormat:
     return StorageFormat(
-        name, np.dtype("uint8"), largest, float8=float8, to_bits=functools.partial(_round_to_float8, float8=float8),
+        name,
+        np.dtype("uint8"),
+        largest,
+        float8=float8,
+        to_bits=functools.partial(_round_to_float8, float8=float8),
         from_bits=functools.partial(_read_float8, float8=float8),
-    )  # fmt: skip
+    )
 
 
 # In order of their bytes. A format that is not quantized is named after its dtype.

@@ -26,9 +26,7 @@ write_kv = None
 write_and_attend = None
 
 
-def paged_attention(
-    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *, interpret=None
-):  # fmt: skip
+def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *, interpret=None):
     """Computes what [`pallas_kernels.paged_attention`][] does; see `step.attend`."""
     if interpret is not None:
         check_interpreter_threads()

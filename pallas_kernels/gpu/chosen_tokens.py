@@ -23,9 +23,13 @@ MOST_BYTES = 1 << 29  # of such blocks in one step
 
 
 def attend_tokens(
-    attend: Callable[..., Any], q: jax.Array, stored: StoredKV, batch: PagedBatch, mask: MaskSpec,
+    attend: Callable[..., Any],
+    q: jax.Array,
+    stored: StoredKV,
+    batch: PagedBatch,
+    mask: MaskSpec,
     options: SoftmaxOptions,
-) -> Any:  # fmt: skip
+) -> Any:
     """Returns what [`pallas_kernels.paged_attention`][] does with `tokens`, by `attend`, which has none."""
     axes, num_tokens = q.shape[:-2], math.prod(q.shape[:-2])
     held, tables, count = gather_chosen(q, stored, batch, mask)
@@ -37,7 +41,7 @@ def attend_tokens(
 
 def gather_chosen(
     q: jax.Array, stored: StoredKV, batch: PagedBatch, mask: MaskSpec
-) -> tuple[StoredKV, jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[StoredKV, jax.Array, jax.Array]:
     """Returns a pool of the rows that queries chose, the blocks of each query, and how many tokens it sees, i32[N]."""
     axes, num_tokens = q.shape[:-2], math.prod(q.shape[:-2])
     assert mask.tokens is not None
@@ -77,8 +81,9 @@ def describe_rows(call: Call) -> Call:
     return call._replace(
         q=shape((num_tokens, 1, *call.q.shape[-2:]), call.q.dtype),
         stored=call.stored.replace(gathered(call.stored.kv), gathered(call.stored.scale)),
-        batch=PagedBatch(shape((num_tokens, blocks), jnp.int32), row, row), mask=MaskSpec(),
-    )  # fmt: skip
+        batch=PagedBatch(shape((num_tokens, blocks), jnp.int32), row, row),
+        mask=MaskSpec(),
+    )
 
 
 def count_bytes(call: Call) -> int:

@@ -186,10 +186,12 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
             @pl.when(role == WHOLE)
             def write():
                 finish(
-                    (acc, m, total), None if sinks_ref is None else sinks_ref.at[head], rows_s,
+                    (acc, m, total),
+                    None if sinks_ref is None else sinks_ref.at[head],
+                    rows_s,
                     [out_ref.at[place + t, *heads] for t in range(new_tokens)],
                     lse_ref.at[row, head],
-                )  # fmt: skip
+                )
 
             @pl.when(role != WHOLE)
             def leave_to_merge():
@@ -201,21 +203,27 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
         @pl.when((warpgroup == 1) & (num_tiles > 0))
         def produce():
             fetch(
-                kv_ref, tables_ref, Walk(row, operands.kv_head(head), start, num_tiles, first_seen, length),
-                tile, window_mask,
-                (Ring(k_s, k_ready, k_free), Ring(v_s, v_ready, v_free, values=1)), in_warps=not varies(kv),
+                kv_ref,
+                tables_ref,
+                Walk(row, operands.kv_head(head), start, num_tiles, first_seen, length),
+                tile,
+                window_mask,
+                (Ring(k_s, k_ready, k_free), Ring(v_s, v_ready, v_free, values=1)),
+                in_warps=not varies(kv),
                 scales=(scale_ref, wide[2]) if quantized else None,
-            )  # fmt: skip
+            )
 
     def paged_decode_split(*refs):  # the name that profiles and dumps show
         slots, wide = slots_and_wide(kv.dtype, q.dtype, format, tile, head_dim)
         buffers = (
-            plgpu.SMEM((columns, head_dim), q.dtype, transforms=OPERAND), slots, slots,
+            plgpu.SMEM((columns, head_dim), q.dtype, transforms=OPERAND),
+            slots,
+            slots,
             plgpu.SMEM((columns, tokens), q.dtype, transforms=OPERAND),
             # The queries as they come, and in the end the output. A copy takes no more than 256 numbers of one line.
             plgpu.SMEM((columns, head_dim), q.dtype, transforms=SINGLE_ROWS if head_dim > 256 else ()),
             *wide,
-        )  # fmt: skip
+        )
         k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(format, pieces))
         free = plgpu.Barrier(num_barriers=stages)
         barriers = (plgpu.Barrier(num_arrivals=new_tokens), k_ready, v_ready, free, free)
@@ -230,16 +238,29 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
         outputs = (*outputs, shape(q.shape, q.dtype), shape((num_rows, num_kv_heads, columns), jnp.float32))
     optional = (x for x in (kv_scale, sinks, token_mask) if x is not None)
     return plgpu.kernel(
-        paged_decode_split, out_type=outputs,
-        grid=(num_items, num_kv_heads), grid_names=("item", "head"), num_threads=2, thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-    )(q, kv, tables, items, scalars, *optional, *(into or ()))  # fmt: skip
+        paged_decode_split,
+        out_type=outputs,
+        grid=(num_items, num_kv_heads),
+        grid_names=("item", "head"),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(q, kv, tables, items, scalars, *optional, *(into or ()))
 
 
 def merge(
-    parts, items, sinks, into, *, new_tokens, most_cut, num_blocks, deterministic: bool = False,
+    parts,
+    items,
+    sinks,
+    into,
+    *,
+    new_tokens,
+    most_cut,
+    num_blocks,
+    deterministic: bool = False,
     interpret: InterpretParams = None,
-):  # fmt: skip
+):
     """Combine the items of each row that was cut.
 
     Args:
@@ -304,19 +325,24 @@ def merge(
             merged = lax.fori_loop(0, lax.div(stop - first + (ahead - 1), jnp.int32(ahead)), step, zero)
             at = pl.ds(head * group, group), pl.ds(d * width, width)
             finish(
-                merged, None if sinks is None else sinks_ref.at[head, used], rows_s,
-                [out_ref.at[place + t, *at] for t in range(new_tokens)], lse_ref.at[row, head, used],
+                merged,
+                None if sinks is None else sinks_ref.at[head, used],
+                rows_s,
+                [out_ref.at[place + t, *at] for t in range(new_tokens)],
+                lse_ref.at[row, head, used],
                 with_lse=d == 0,
-            )  # fmt: skip
+            )
 
     in_place = isinstance(out, jax.Ref)
     return plgpu.kernel(
         paged_decode_merge,
         out_type=() if in_place else tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)),
-        grid=(at_once, num_kv_heads, pieces), grid_names=("row", "head", "part"),
+        grid=(at_once, num_kv_heads, pieces),
+        grid_names=("row", "head", "part"),
         scratch_types=[plgpu.SMEM((columns, width), dtype)],
-        compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-    )(part, part_lse, items, *(() if sinks is None else (sinks,)), *((out, lse) if in_place else ()))  # fmt: skip
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(part, part_lse, items, *(() if sinks is None else (sinks,)), *((out, lse) if in_place else ()))
 
 
 def finish(softmax, sinks_ref, rows_s, tokens, lse_ref, *, with_lse=True) -> None:

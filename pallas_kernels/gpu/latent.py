@@ -54,9 +54,17 @@ ROW = LAYOUT.reduce(1)  # how one value for each query lies in registers
 
 
 def split(
-    operands: Operands, items, into=None, *, num_items, new_tokens, tile: Tile, some_cut: bool, by_item: bool = False,
+    operands: Operands,
+    items,
+    into=None,
+    *,
+    num_items,
+    new_tokens,
+    tile: Tile,
+    some_cut: bool,
+    by_item: bool = False,
     token_mask=None,
-):  # fmt: skip
+):
     """Attention of each work item: a range of one row's tiles, for some of its new tokens.
 
     Query c of tile j of the heads is head `j * h + c % h` of token `c // h`, where h is `heads_at_once(H)`.
@@ -274,9 +282,14 @@ def split(
             plgpu.set_max_registers(REGISTERS["produce"], action="decrease")
             row, start, num_tiles, length, *_, first_seen = work()
             fetch(
-                kv_ref, tables_ref, Walk(row, 0, start, num_tiles, first_seen, length), tile, window_mask,
-                (Ring(rows_s, ready, free),), in_warps=operands.is_uniform,
-            )  # fmt: skip
+                kv_ref,
+                tables_ref,
+                Walk(row, 0, start, num_tiles, first_seen, length),
+                tile,
+                window_mask,
+                (Ring(rows_s, ready, free),),
+                in_warps=operands.is_uniform,
+            )
 
     def run(*refs):
         q_shapes = [(HALVES, QUERY_ROWS, half_rank)] + [(1, QUERY_ROWS, width - rank)] * (width > rank)
@@ -308,11 +321,16 @@ def split(
     rows = q.reshape(-1, q.shape[2])
     optional = (x for x in (sinks, token_mask) if x is not None)
     made = plgpu.kernel(
-        run, out_type=outputs, grid=(num_items, head_tiles), grid_names=("item", "head"),
-        num_threads=PRODUCER + 1, thread_name="warpgroup",
+        run,
+        out_type=outputs,
+        grid=(num_items, head_tiles),
+        grid_names=("item", "head"),
+        num_threads=PRODUCER + 1,
+        thread_name="warpgroup",
         # Sums and maxima along a query's row need no memory, which there is not more of.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024), interpret=interpret,
-    )(rows, kv, tables, items, scalars, *optional, *(into or ()))  # fmt: skip
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+        interpret=interpret,
+    )(rows, kv, tables, items, scalars, *optional, *(into or ()))
     return made if some_cut else (None, None, *(made or ()))
 
 

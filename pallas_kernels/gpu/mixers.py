@@ -57,9 +57,17 @@ def _sizes(op: str, states: Any) -> tuple[int, int, tuple[int, int]]:
 
 
 def gated_delta_rule(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, scale: float | jax.Array,
-    states: jax.Array, batch: StateBatch, *, interpret: InterpretParams = None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    scale: float | jax.Array,
+    states: jax.Array,
+    batch: StateBatch,
+    *,
+    interpret: InterpretParams = None,
+) -> tuple[jax.Array, jax.Array]:
     """Computes [`pallas_kernels.gated_delta_rule`][]."""
     arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     fixed = {"scale": jnp.asarray(scale, jnp.float32).reshape(1)}
@@ -90,9 +98,17 @@ def _delta_rule(q: jax.Array, v: jax.Array, g: jax.Array) -> Recurrence:
 
 
 def state_space(
-    x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None, states: jax.Array,
-    batch: StateBatch, *, interpret: InterpretParams = None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None,
+    states: jax.Array,
+    batch: StateBatch,
+    *,
+    interpret: InterpretParams = None,
+) -> tuple[jax.Array, jax.Array]:
     """Computes [`pallas_kernels.state_space`][]."""
     arrays = {"x": x, "dt": dt, "B": B, "C": C}
     fixed = {"A": A} if D is None else {"A": A, "D": D}
@@ -143,9 +159,14 @@ def can_chunk(tokens: dict[str, jax.Array], states: jax.Array, every: int | None
 
 
 def _run(
-    recurrence: Recurrence, tokens: dict[str, jax.Array], fixed: dict[str, jax.Array], values: jax.Array,
-    states: jax.Array, batch: StateBatch, interpret: InterpretParams,
-) -> Any:  # fmt: skip
+    recurrence: Recurrence,
+    tokens: dict[str, jax.Array],
+    fixed: dict[str, jax.Array],
+    values: jax.Array,
+    states: jax.Array,
+    batch: StateBatch,
+    interpret: InterpretParams,
+) -> Any:
     """Runs a recurrence on tokens padded or packed."""
     token_axes = values.shape[:-2]
     if not values.size or not batch.slots.size:

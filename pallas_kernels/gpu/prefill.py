@@ -116,9 +116,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
     """
     q, stored, tables, scalars, window_mask, soft_cap, interpret, sinks, _ = operands
     kv, kv_scale, format, quantized = stored.kv, stored.scale, stored.format, stored.format.is_quantized
-    tile, weights_in_registers, in_turns, ahead = (
-        plan.tile, plan.weights_in_registers, plan.in_turns, plan.ahead
-    )  # fmt: skip
+    tile, weights_in_registers, in_turns, ahead = (plan.tile, plan.weights_in_registers, plan.in_turns, plan.ahead)
     (_, num_heads, stored_dim), (_, chunks, _), num_kv_heads = q.shape, items.shape, operands.head_parts
     items = items.reshape(-1, items.shape[2])
     head_dim, group, num_items = kernel_head_dim(stored_dim), num_heads // num_kv_heads, len(items)
@@ -512,9 +510,15 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             if by_columns:
                 rings.append(values._replace(first_slot=stages, first_column=width))
             fetch(
-                kv_ref, tables_ref, Walk(row, operands.kv_head(head), start, num_tiles, first_seen, stop), tile,
-                window_mask, rings, in_warps=not varies(kv), scales=(scale_ref, wide[2]) if quantized else None,
-            )  # fmt: skip
+                kv_ref,
+                tables_ref,
+                Walk(row, operands.kv_head(head), start, num_tiles, first_seen, stop),
+                tile,
+                window_mask,
+                rings,
+                in_warps=not varies(kv),
+                scales=(scale_ref, wide[2]) if quantized else None,
+            )
 
     def paged_prefill(*refs):  # the name that profiles and dumps show
         keys, wide = slots_and_wide(kv.dtype, q.dtype, format, tile, head_dim)
@@ -528,10 +532,13 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
         queries = [plgpu.SMEM((CONSUMERS, HALF, width), q.dtype, transforms=x) for x in (rows, OPERAND)]
         buffers = (
             # In one place; which the interpreter takes for one buffer of both consumers, that race.
-            plgpu.RefUnion(*queries) if interpret is None else queries, keys, values,
+            plgpu.RefUnion(*queries) if interpret is None else queries,
+            keys,
+            values,
             None if weights_in_registers else plgpu.SMEM((CONSUMERS, HALF, tokens), q.dtype, transforms=OPERAND),
-            plgpu.SMEM((CONSUMERS, HALF), jnp.float32), *wide,
-        )  # fmt: skip
+            plgpu.SMEM((CONSUMERS, HALF), jnp.float32),
+            *wide,
+        )
         readers = 1 if by_columns else CONSUMERS  # of a slot of V
         sizes = stages, stages * CONSUMERS // readers
         k_ready, v_ready, k_free, v_free = (
@@ -543,8 +550,16 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
         v_selected, together = (None, of_both) if by_columns else (k_free, None)
         widened = (of_both,) * (2 if quantized and not by_columns else 0)
         barriers = (
-            q_ready, k_ready, v_ready, k_free, v_free, v_selected, of_both if in_turns else None, together, *widened,
-        )  # fmt: skip
+            q_ready,
+            k_ready,
+            v_ready,
+            k_free,
+            v_free,
+            v_selected,
+            of_both if in_turns else None,
+            together,
+            *widened,
+        )
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
 
     out = q.shape if chunks == 1 else (num_items, num_kv_heads, halves, HALF, CONSUMERS * width // halves)
@@ -555,7 +570,10 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             jax.ShapeDtypeStruct(out, q.dtype),
             jax.ShapeDtypeStruct((num_items, num_kv_heads, halves * HALF), jnp.float32),
         ),
-        grid=(num_items, num_kv_heads), grid_names=("item", "head"),
-        num_threads=CONSUMERS + 1, thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-    )(q, kv, tables, items, scalars, *optional, holes)  # fmt: skip
+        grid=(num_items, num_kv_heads),
+        grid_names=("item", "head"),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(q, kv, tables, items, scalars, *optional, holes)

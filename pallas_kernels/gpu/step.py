@@ -28,9 +28,14 @@ class DecodeRows(NamedTuple):
 
 
 def attend(
-    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *,
+    q,
+    stored: StoredKV,
+    batch: PagedBatch,
+    mask: MaskSpec,
+    options: SoftmaxOptions,
+    *,
     interpret: InterpretParams = None,
-):  # fmt: skip
+):
     """[`pallas_kernels.paged_attention`][] on a Hopper GPU, for what `unsupported` does not refuse.
 
     The decode kernels spread a row over the chip; the prefill kernel shares keys and values among tokens. Rows of a
@@ -69,9 +74,16 @@ def attend(
     else:
         start = default_offsets(query_lens) if query_starts is None else query_starts
     operands = Operands(
-        q, stored, tables, logit_scalars(options.logit_scale(head_dim), options.soft_cap),
-        WindowMask.from_spec(mask, capacity), options.soft_cap is not None, interpret, sinks, split.parts,
-    )  # fmt: skip
+        q,
+        stored,
+        tables,
+        logit_scalars(options.logit_scale(head_dim), options.soft_cap),
+        WindowMask.from_spec(mask, capacity),
+        options.soft_cap is not None,
+        interpret,
+        sinks,
+        split.parts,
+    )
     token_mask = None
     if width > 1 and mask.by_token:
         tree, spans = (None if x is None else x.reshape(-1) for x in (mask.tree, mask.spans))
@@ -162,13 +174,21 @@ def _decode_rows(operands: Operands, rows: DecodeRows, place, alone_of: int | No
         columns, plan = latent.QUERY_ROWS, tuning.latent_plan(kernel_head_dim(q.shape[2]))
     most_tiles = tiles_of_a_row(tables.shape[1] * block_size, window_mask, new_tokens, plan.tile.tokens)
     items, num_items, most_cut = work.decode_items(
-        rows.kv_lens, new, place,
+        rows.kv_lens,
+        new,
+        place,
         work.Cutting(
-            tables.shape[1] * block_size, window_mask, plan.tile.tokens, -(-plan.num_blocks // num_kv_heads),
-            most_tiles, plan.waves, deterministic,
+            tables.shape[1] * block_size,
+            window_mask,
+            plan.tile.tokens,
+            -(-plan.num_blocks // num_kv_heads),
+            most_tiles,
+            plan.waves,
+            deterministic,
         ),
-        alone_of=alone_of, interpret=interpret,
-    )  # fmt: skip
+        alone_of=alone_of,
+        interpret=interpret,
+    )
     if rank is not None:
         split = functools.partial(latent.split, some_cut=most_cut > 0)
     lines = None
@@ -184,17 +204,29 @@ def _decode_rows(operands: Operands, rows: DecodeRows, place, alone_of: int | No
     if in_place and into is not None:
         refs = jax.new_ref(into), jax.new_ref(jnp.zeros((num_rows, num_kv_heads, columns), jnp.float32))
     part, part_lse, *new_arrays = split(
-        operands._replace(sinks=sinks), items, refs, num_items=num_items, new_tokens=new_tokens, tile=plan.tile,
+        operands._replace(sinks=sinks),
+        items,
+        refs,
+        num_items=num_items,
+        new_tokens=new_tokens,
+        tile=plan.tile,
         token_mask=lines,
-    )  # fmt: skip
+    )
     if in_place and most_cut:
         refs = refs or tuple(map(jax.new_ref, new_arrays))
     out, lse = refs or new_arrays
     if most_cut:
         merged = decode.merge(
-            (part, part_lse), items, sinks, (out, lse), new_tokens=new_tokens, most_cut=most_cut,
-            num_blocks=tuning.merge_blocks(), interpret=interpret, deterministic=deterministic,
-        )  # fmt: skip
+            (part, part_lse),
+            items,
+            sinks,
+            (out, lse),
+            new_tokens=new_tokens,
+            most_cut=most_cut,
+            num_blocks=tuning.merge_blocks(),
+            interpret=interpret,
+            deterministic=deterministic,
+        )
     if refs:
         out, lse = map(jax.freeze, refs)
     elif not in_place:  # select what in place is left as it is
@@ -246,8 +278,13 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
     division, own = prefill.divide(kernel_head_dim(head_dim)), prefill.tokens_of(group)
     halves, item_tokens = division.halves, division.halves * own
     items, token_masks, item, nth = _prefill_items(
-        operands, rows, least, item_tokens=item_tokens, tile_tokens=plan.tile.tokens, num_heads=num_kv_heads,
-    )  # fmt: skip
+        operands,
+        rows,
+        least,
+        item_tokens=item_tokens,
+        tile_tokens=plan.tile.tokens,
+        num_heads=num_kv_heads,
+    )
     num_items, chunks = items.shape[:2]
     if token_masks is not None:  # for each head the same
         token_masks = _as_query_rows(token_masks.reshape(*token_masks.shape[:2], halves, 1, own), group)
@@ -259,13 +296,17 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
     holes = work.bits(holes.reshape(num_items, halves, own))
     alone = quantized or division.by_columns  # consumers that wait for one another have no order besides
     out, lse = prefill.attend(
-        operands._replace(sinks=of_rows), items, holes,
+        operands._replace(sinks=of_rows),
+        items,
+        holes,
         tuning.PrefillPlan(
-            plan.tile, plan.weights_in_registers and interpret is None, plan.in_turns and not alone,
+            plan.tile,
+            plan.weights_in_registers and interpret is None,
+            plan.in_turns and not alone,
             plan.ahead and not alone and token_masks is None,  # whose masks take the registers
         ),
         token_mask=token_masks,
-    )  # fmt: skip
+    )
 
     def of_tokens(x):
         """Of each token, from its item's query rows, `[W, K, n, 64, ...]`: `[N, K, group, ...]`."""
@@ -290,8 +331,13 @@ def _prefill_latent(operands: Operands, rows: DecodeRows, least: int):
     head_tiles, item_tokens = num_heads // group, latent.QUERY_ROWS // group
     plan = tuning.latent_plan(kernel_head_dim(head_dim))
     items, token_masks, item, nth = _prefill_items(
-        operands, rows, least, item_tokens=item_tokens, tile_tokens=plan.tile.tokens, num_heads=head_tiles,
-    )  # fmt: skip
+        operands,
+        rows,
+        least,
+        item_tokens=item_tokens,
+        tile_tokens=plan.tile.tokens,
+        num_heads=head_tiles,
+    )
     (num_items, chunks, _), window_mask = items.shape, operands.window_mask
     if token_masks is not None:
         window_mask = WindowMask(
@@ -303,10 +349,15 @@ def _prefill_latent(operands: Operands, rows: DecodeRows, least: int):
     role = jnp.where(count > 0, work.PART if chunks > 1 else work.WHOLE, work.UNUSED)
     lines = (row, first, last, stop, stop - first_token, at, role, count)
     part, part_lse, out, lse = latent.split(
-        operands._replace(sinks=None, window_mask=window_mask), jnp.stack(lines, axis=2).reshape(-1, len(lines)),
-        num_items=num_items * chunks, new_tokens=item_tokens, tile=plan.tile, some_cut=chunks > 1, by_item=True,
+        operands._replace(sinks=None, window_mask=window_mask),
+        jnp.stack(lines, axis=2).reshape(-1, len(lines)),
+        num_items=num_items * chunks,
+        new_tokens=item_tokens,
+        tile=plan.tile,
+        some_cut=chunks > 1,
+        by_item=True,
         token_mask=token_masks,
-    )  # fmt: skip
+    )
 
     def of_tokens(x):
         """From `[W, tiles of heads, 64, ...]`, the queries of items, to `[N, H, ...]`."""

@@ -63,9 +63,14 @@ class Cutting(NamedTuple):
 
 
 def decode_items(
-    lengths: jax.Array, new: jax.Array, start: jax.Array | int, cutting: Cutting, *, alone_of: int | None,
+    lengths: jax.Array,
+    new: jax.Array,
+    start: jax.Array | int,
+    cutting: Cutting,
+    *,
+    alone_of: int | None,
     interpret: InterpretParams = None,
-) -> tuple[jax.Array, int, int]:  # fmt: skip
+) -> tuple[jax.Array, int, int]:
     """Cut the rows into items of about the same number of tiles, so that one long row spreads as widely as many short.
 
     With c tiles an item, rows of t tiles have ceil(t / c) items, in sum at most total / c and one more for each row.
@@ -210,13 +215,16 @@ def decode_items(
             store(items_ref.at[pl.ds(lax.axis_index("block") * LINES, LINES), column], value)
 
     call = plgpu.kernel(
-        paged_decode_plan, out_type=jax.ShapeDtypeStruct((blocks * LINES, 12), jnp.int32),
-        grid=(blocks,), grid_names=("block",),
+        paged_decode_plan,
+        out_type=jax.ShapeDtypeStruct((blocks * LINES, 12), jnp.int32),
+        grid=(blocks,),
+        grid_names=("block",),
         scratch_types=[
-            plgpu.SMEM((len(given), chunks * LINES), jnp.int32), plgpu.Barrier(num_arrivals=len(given) * chunks),
+            plgpu.SMEM((len(given), chunks * LINES), jnp.int32),
+            plgpu.Barrier(num_arrivals=len(given) * chunks),
         ],
         interpret=interpret,
-    )  # fmt: skip
+    )
     plan = jax.custom_batching.custom_vmap(call)
 
     @plan.def_vmap
@@ -230,9 +238,16 @@ def decode_items(
 
 
 def prefill_items(
-    lengths: jax.Array, new: jax.Array, begin: jax.Array, window_mask: WindowMask, item_tokens: int, num_items: int,
-    tile_tokens: int, chunks: int, token_mask: TokenMask | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
+    lengths: jax.Array,
+    new: jax.Array,
+    begin: jax.Array,
+    window_mask: WindowMask,
+    item_tokens: int,
+    num_items: int,
+    tile_tokens: int,
+    chunks: int,
+    token_mask: TokenMask | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Cut each row's new tokens into items of `item_tokens`, the one that sees the most first.
 
     Thread blocks start in the order of the list, so that the longest do not end it.

@@ -18,17 +18,31 @@ READS_SHARED_ONCE = False
 
 
 def paged_attention(
-    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *, interpret=False,
+    q,
+    stored: StoredKV,
+    batch: PagedBatch,
+    mask: MaskSpec,
+    options: SoftmaxOptions,
+    *,
+    interpret=False,
     step_tokens=None,
-):  # fmt: skip
+):
     """Computes what [`pallas_kernels.paged_attention`][] does. `interpret`: on the CPU, `pltpu.InterpretParams()`."""
     return attend_spans(attend, q, stored, batch, mask, options, interpret=interpret, step_tokens=step_tokens)
 
 
 def write_and_attend(
-    q, k, v, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *, interpret=False,
+    q,
+    k,
+    v,
+    stored: StoredKV,
+    batch: PagedBatch,
+    mask: MaskSpec,
+    options: SoftmaxOptions,
+    *,
+    interpret=False,
     step_tokens=None,
-):  # fmt: skip
+):
     """Writes and attends, in one kernel for a decode step `[S, 1, H, D]`, else in two."""
     own = dict(interpret=interpret, step_tokens=step_tokens)
     if q.ndim == 4 and q.shape[1] == 1:

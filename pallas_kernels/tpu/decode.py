@@ -54,9 +54,18 @@ _CONTRACT_INNER = (((1,), (0,)), ((), ()))
 
 
 def decode(
-    q, stored: StoredKV, tables, limits, options: SoftmaxOptions, *, window_mask=ALL, new_kv=None, targets=None,
-    interpret=False, step_tokens=None,
-):  # fmt: skip
+    q,
+    stored: StoredKV,
+    tables,
+    limits,
+    options: SoftmaxOptions,
+    *,
+    window_mask=ALL,
+    new_kv=None,
+    targets=None,
+    interpret=False,
+    step_tokens=None,
+):
     """Attention of one token per row, the last of the row's `limits` tokens.
 
     Args:
@@ -135,8 +144,14 @@ def decode(
     context = rows * tables.shape[1] * pages.block_size
     results = pl.pallas_call(
         functools.partial(
-            _kernel, pages=pages, segments=segments, soft_cap=soft_cap is not None, sinks=sinks is not None,
-            lse=return_lse, fused=fused, stored=stored.replace(None),
+            _kernel,
+            pages=pages,
+            segments=segments,
+            soft_cap=soft_cap is not None,
+            sinks=sinks is not None,
+            lse=return_lse,
+            fused=fused,
+            stored=stored.replace(None),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -155,7 +170,7 @@ def decode(
         compiler_params=compiler_params(need),
         interpret=interpret,
         name="paged_decode",
-    )(*scalars, *arrays)  # fmt: skip
+    )(*scalars, *arrays)
     lse = results[1][..., 0] if return_lse else None
     if fused:
         kv, kv_scale = results[-2:] if scaled else (results[-1], None)
@@ -198,7 +213,7 @@ def _is_wide(kv) -> bool:
 
 def decode_bytes(
     rows: int, heads: int, kv, tables, dtype=None, step_tokens: int | None = None, deterministic: bool = False
-) -> int:  # fmt: skip
+) -> int:
     """Vector memory that the kernel takes, at most: all that it can be asked for. `dtype`: of queries."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
     dtype = dtype or kv.dtype
@@ -238,9 +253,22 @@ def block_rows(rows: int, heads: int, num_kv_heads: int, head_dim: int, itemsize
 
 
 def _kernel(
-    limits, successors, targets, counts, tables, knobs, q_ref, *refs, pages, segments, soft_cap, sinks, lse, fused,
+    limits,
+    successors,
+    targets,
+    counts,
+    tables,
+    knobs,
+    q_ref,
+    *refs,
+    pages,
+    segments,
+    soft_cap,
+    sinks,
+    lse,
+    fused,
     stored,
-):  # fmt: skip
+):
     given: Any = list(refs)
     sinks_ref: Any = given.pop(0) if sinks else None
     quantized = stored.format.is_quantized
@@ -382,9 +410,17 @@ def _kernel(
             at = segment_after(*at, end)
 
         _attend(
-            fetch, work, q_ref, block * block_rows, (knobs, soft_cap), pages, stored, sinks_ref, (out_ref, lse_ref),
+            fetch,
+            work,
+            q_ref,
+            block * block_rows,
+            (knobs, soft_cap),
+            pages,
+            stored,
+            sinks_ref,
+            (out_ref, lse_ref),
             Softmax(max_ref, sum_ref, out_sum_ref),
-        )  # fmt: skip
+        )
         return *following, written
 
     at = lax.fori_loop(0, counts[block], step, tuple(state[i] for i in range(STATE)))

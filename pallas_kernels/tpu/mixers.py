@@ -50,9 +50,17 @@ def unsupported(call: MixerCall) -> str | None:
 
 
 def gated_delta_rule(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, scale: float | jax.Array,
-    states: jax.Array, batch: StateBatch, *, interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    scale: float | jax.Array,
+    states: jax.Array,
+    batch: StateBatch,
+    *,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
     """Computes [`pallas_kernels.gated_delta_rule`][]."""
     if v.ndim == 3 or v.shape[1] > 1:
         g = jnp.maximum(g.astype(jnp.float32), LEAST_GATE)
@@ -70,9 +78,17 @@ def gated_delta_rule(
 
 
 def state_space(
-    x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None, states: jax.Array,
-    batch: StateBatch, *, interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None,
+    states: jax.Array,
+    batch: StateBatch,
+    *,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
     """Computes [`pallas_kernels.state_space`][]."""
     dt = dt.astype(jnp.float32)
     gates = jnp.maximum(dt * jnp.expand_dims(A.astype(jnp.float32), tuple(range(dt.ndim - 1))), LEAST_GATE)
@@ -98,9 +114,14 @@ def _skip(y: jax.Array, x: jax.Array, D: jax.Array | None) -> jax.Array:
 
 
 def _prefill(
-    keys: tuple[jax.Array, jax.Array], values: jax.Array, numbers: list[jax.Array], states: jax.Array,
-    batch: StateBatch, dtype: Any, interpret: Any,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    keys: tuple[jax.Array, jax.Array],
+    values: jax.Array,
+    numbers: list[jax.Array],
+    states: jax.Array,
+    batch: StateBatch,
+    dtype: Any,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
     """Returns outputs like `values`, 0 for padding, and the pool, of a step of any tokens."""
     axes = values.shape[:-2]
     flat, token = batch.flatten(axes), locate(axes, batch.kv_lens, batch.query_lens, batch.query_starts)

@@ -53,9 +53,11 @@ def compiler_params(vmem_bytes: int) -> pltpu.CompilerParams:
     every block id was clamped by the caller, and the interpreter's tests have every wait with its start. Of vector
     memory it gets what it may need, for the rest is where XLA brings what comes next while a kernel runs."""
     return pltpu.CompilerParams(
-        dimension_semantics=("arbitrary",), disable_bounds_checks=True, disable_semaphore_checks=True,
+        dimension_semantics=("arbitrary",),
+        disable_bounds_checks=True,
+        disable_semaphore_checks=True,
         vmem_limit_bytes=vmem_bytes,
-    )  # fmt: skip
+    )
 
 
 def output(shape: tuple[int, ...], dtype, *arrays: jax.Array) -> jax.ShapeDtypeStruct:

@@ -80,10 +80,12 @@ def make_tiles(begin, lengths, new, skip, *, places: int, tile_tokens: int) -> T
     start = of_run(jnp.concatenate([lengths - new, nobody])) + before
     there = tile < stop[-1]
     return Tiles(
-        jnp.maximum(stop[-1], 1), of_run(jnp.concatenate([jnp.arange(rows, dtype=jnp.int32), nobody])),
-        jnp.where(there, of_run(first) + before, 0), jnp.where(attends, start, jnp.where(there, -width, 0)),
+        jnp.maximum(stop[-1], 1),
+        of_run(jnp.concatenate([jnp.arange(rows, dtype=jnp.int32), nobody])),
+        jnp.where(there, of_run(first) + before, 0),
+        jnp.where(attends, start, jnp.where(there, -width, 0)),
         jnp.where(attends, start + width, 0),
-    )  # fmt: skip
+    )
 
 
 def max_tiles(rows: int, places: int, tile_tokens: int) -> int:
@@ -92,9 +94,18 @@ def max_tiles(rows: int, places: int, tile_tokens: int) -> int:
 
 
 def prefill(
-    q, stored: StoredKV, tables, tiles, options: SoftmaxOptions, *, tile_tokens, window_mask=ALL, token_mask=None,
-    interpret=False, step_tokens=None,
-):  # fmt: skip
+    q,
+    stored: StoredKV,
+    tables,
+    tiles,
+    options: SoftmaxOptions,
+    *,
+    tile_tokens,
+    window_mask=ALL,
+    token_mask=None,
+    interpret=False,
+    step_tokens=None,
+):
     """Attention of tiles of queries.
 
     Args:
@@ -201,7 +212,7 @@ def plan_steps(kv, tables, window_mask: WindowMask, step_tokens: int, determinis
 
 def prefill_bytes(
     tile_tokens: int, heads: int, kv, tables, dtype=None, step_tokens: int = STEP_TOKENS, deterministic: bool = False
-) -> int:  # fmt: skip
+) -> int:
     """Vector memory that the kernel takes, at most: all that it can be asked for. `dtype`: of queries."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
     dtype = dtype or kv.dtype
@@ -229,9 +240,23 @@ def prefill_bytes(
 
 
 def _kernel(
-    rows, tokens, starts, limits, tables, knobs, *refs, pages, part_pages, tile_tokens, soft_cap, sinks, lse,
-    stored, token_masks, halves,
-):  # fmt: skip
+    rows,
+    tokens,
+    starts,
+    limits,
+    tables,
+    knobs,
+    *refs,
+    pages,
+    part_pages,
+    tile_tokens,
+    soft_cap,
+    sinks,
+    lse,
+    stored,
+    token_masks,
+    halves,
+):
     given: Any = list(refs)
     # Of each tile the keys that any query sees, and those that all do.
     froms, untils, *sure = [given.pop(0) for _ in range(4)] if token_masks else (starts, limits)
@@ -315,10 +340,17 @@ def _kernel(
 
         def attend(at, count, sure, parts=1):
             _attend(
-                _Tile(words, tile_tokens, pages, stored, soft_cap, lse), by_head,
-                [to.at[slot, pl.ds(at, parts * count)] for to, _ in buffers], first_key + at * pages.page_size, start,
-                knobs, parts, mask_ref, Softmax(max_ref, sum_ref, out_sum_ref), sure=sure * pages.page_size,
-            )  # fmt: skip
+                _Tile(words, tile_tokens, pages, stored, soft_cap, lse),
+                by_head,
+                [to.at[slot, pl.ds(at, parts * count)] for to, _ in buffers],
+                first_key + at * pages.page_size,
+                start,
+                knobs,
+                parts,
+                mask_ref,
+                Softmax(max_ref, sum_ref, out_sum_ref),
+                sure=sure * pages.page_size,
+            )
 
         def attend_part(at):
             # Most steps need no mask; a row's last ones have fewer keys, or known ones before those to mask.

@@ -75,9 +75,15 @@ Update = Callable[..., jax.Array]
 
 
 def decode_states(
-    update: Update, tokens: StateTokens, states: jax.Array, batch: StateBatch, out: tuple[int, int], dtype: Any, *,
+    update: Update,
+    tokens: StateTokens,
+    states: jax.Array,
+    batch: StateBatch,
+    out: tuple[int, int],
+    dtype: Any,
+    *,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs `[S, groups, *out]`, 0 for rows without a token, and the pool, in its own memory if donated.
 
     Args:
@@ -116,13 +122,14 @@ def decode_states(
         out_shape=[y, output(states.shape, states.dtype, states, *arrays)],
         input_output_aliases={len(items) + len(arrays): 1},
         cost_estimate=pl.CostEstimate(
-            flops=8 * rows * math.prod(states.shape[1:]), transcendentals=tokens.numbers.size,
+            flops=8 * rows * math.prod(states.shape[1:]),
+            transcendentals=tokens.numbers.size,
             bytes_accessed=2 * rows * math.prod(states.shape[1:]) * states.dtype.itemsize,
         ),
         compiler_params=compiler_params(state_decode_bytes(tokens, states, out, dtype)),
         interpret=interpret,
         name="state_decode",
-    )  # fmt: skip
+    )
 
     @jax.custom_batching.sequential_vmap  # a kernel that copies by itself has no pool of a batch's pools
     def run(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -288,7 +295,7 @@ def update_space(inputs, numbers, before, after):
         for i, part in enumerate(split(states)):  # the products of small parts are too small to count
             sums = lax.dot_general(
                 query, part.astype(jnp.bfloat16), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-            )  # fmt: skip
+            )
             found += jnp.sum(sums[: 3 - i], axis=0, keepdims=True)
         outputs.append(found)
     return jnp.concatenate(outputs, axis=0)

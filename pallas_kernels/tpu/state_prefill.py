@@ -61,9 +61,14 @@ def list_chunks(batch: StateBatch, num_tokens: int, num_slots: int) -> Chunks:
     target = jnp.where(there & (number == counts[row] - 1), targets[row], num_slots)
     target, snapshot = (jnp.where(x < num_slots, x, -1) for x in (target, snapshot))
     return Chunks(
-        row, batch.query_starts[row] + begin - start, jnp.where(there, end - begin, 0),
-        jnp.where(number == 0, source[row], -2), target, snapshot, ends[-1:],
-    )  # fmt: skip
+        row,
+        batch.query_starts[row] + begin - start,
+        jnp.where(there, end - begin, 0),
+        jnp.where(number == 0, source[row], -2),
+        target,
+        snapshot,
+        ends[-1:],
+    )
 
 
 def gather_tokens(x: jax.Array, chunks: Chunks) -> jax.Array:
@@ -92,9 +97,16 @@ def heads_of_step(heads: int, share: int) -> int:
 
 
 def prefill_states(
-    has_delta: bool, keys: tuple[jax.Array, jax.Array], values: jax.Array, numbers: jax.Array, states: jax.Array,
-    chunks: Chunks, dtype: Any, *, interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    has_delta: bool,
+    keys: tuple[jax.Array, jax.Array],
+    values: jax.Array,
+    numbers: jax.Array,
+    states: jax.Array,
+    chunks: Chunks,
+    dtype: Any,
+    *,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs `[n, H, CHUNK, V]`, undefined where there is no token, and the pool, in its own memory.
 
     Args:
@@ -148,16 +160,19 @@ def prefill_states(
         out_shape=[y, output(states.shape, states.dtype, states, *arrays)],
         input_output_aliases={len(scalars) + len(arrays): 1},
         cost_estimate=pl.CostEstimate(
-            flops=8 * count * heads * CHUNK * depth * width, transcendentals=count * heads * CHUNK * CHUNK,
+            flops=8 * count * heads * CHUNK * depth * width,
+            transcendentals=count * heads * CHUNK * CHUNK,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*arrays, values)),
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * 2, disable_bounds_checks=True, disable_semaphore_checks=True,
+            dimension_semantics=("arbitrary",) * 2,
+            disable_bounds_checks=True,
+            disable_semaphore_checks=True,
             vmem_limit_bytes=need,
         ),
         interpret=interpret,
         name="state_prefill",
-    )  # fmt: skip
+    )
 
     @jax.custom_batching.sequential_vmap
     def run(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -168,7 +183,7 @@ def prefill_states(
 
 def _kernel(
     sources, targets, snapshots, total, q_ref, k_ref, v_ref, numbers_ref, _, y_ref, pool, state, semaphore, *, has_delta
-):  # fmt: skip
+):
     group, chunk = pl.program_id(0), pl.program_id(1)
     size = state.shape[0]
 
@@ -245,7 +260,7 @@ def matmul(a, b, contract):
     """Returns a product in float32."""
     return lax.dot_general(
         a, b, (contract, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )  # fmt: skip
+    )
 
 
 def sum_exactly(ones, x):

@@ -29,9 +29,15 @@ TILE_PRODUCTS = ((128, 4096), (256, 2048))
 
 
 def attend(
-    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *, interpret=False,
+    q,
+    stored: StoredKV,
+    batch: PagedBatch,
+    mask: MaskSpec,
+    options: SoftmaxOptions,
+    *,
+    interpret=False,
     step_tokens=None,
-):  # fmt: skip
+):
     """Attention of a step whose keys and values are in the pool."""
     own = dict(interpret=interpret, step_tokens=step_tokens)
     if not mask.causal:
@@ -110,9 +116,16 @@ def by_token(lse, tiles, places: int):
 
 
 def decode_step(
-    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *, new=None, interpret=False,
+    q,
+    stored: StoredKV,
+    batch: PagedBatch,
+    mask: MaskSpec,
+    options: SoftmaxOptions,
+    *,
+    new=None,
+    interpret=False,
     step_tokens=None,
-):  # fmt: skip
+):
     """Attention of one padded token per row, `q [S, 1, H, D]`, whose `new` keys and values are written first.
 
     Returns:
@@ -130,12 +143,17 @@ def decode_step(
         dtype = encodable(tokens.dtype) if stored.format.is_quantized else kv.dtype
         new_kv = pad(tokens, kv.shape[-1]).astype(dtype)
     out, lse, stored = decode(
-        pad(q[:, 0], kv.shape[-1]), stored, jnp.clip(tables, 0, kv.shape[0] - 1),
+        pad(q[:, 0], kv.shape[-1]),
+        stored,
+        jnp.clip(tables, 0, kv.shape[0] - 1),
         jnp.where(query_lens > 0, position + 1, 0),
         dataclasses.replace(options, scale=options.logit_scale(head_dim)),
-        window_mask=WindowMask.from_spec(mask, capacity), new_kv=new_kv, targets=targets, interpret=interpret,
+        window_mask=WindowMask.from_spec(mask, capacity),
+        new_kv=new_kv,
+        targets=targets,
+        interpret=interpret,
         step_tokens=step_tokens,
-    )  # fmt: skip
+    )
     out = out[:, None, :, : stored.value_dim(head_dim)]
     return (out, lse[:, None]) if options.return_lse else out, stored
 

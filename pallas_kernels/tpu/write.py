@@ -131,10 +131,13 @@ def find_runs(kv, token_axes: tuple[int, ...], batch: PagedBatch, page_size: int
     block = tables.reshape(-1)[jnp.clip(cell, 0, tables.size - 1)]
     writes = (entry < stop[-1]) & (block > 0) & (block < kv.shape[0])
     return Runs(
-        jnp.where(writes, block, 0), page % parts, of_row(query_starts - before) + start,
-        jnp.clip(of_row(begin) - start, 0, page_size), jnp.clip(of_row(end) - start, 0, page_size),
+        jnp.where(writes, block, 0),
+        page % parts,
+        of_row(query_starts - before) + start,
+        jnp.clip(of_row(begin) - start, 0, page_size),
+        jnp.clip(of_row(end) - start, 0, page_size),
         jnp.minimum(stop[-1:], entry.size),
-    )  # fmt: skip
+    )
 
 
 def write(stored: StoredKV, new, runs: Runs, *, page_size: int, interpret=False) -> StoredKV:

@@ -119,7 +119,7 @@ class _Softmax(NamedTuple):
 
 def _attend_tiles(
     inputs: _Inputs, rows: tiles.WorkRows, row, index, tiling: tiles.Tiling, lanes: int, deterministic: bool
-) -> _Softmax:  # fmt: skip
+) -> _Softmax:
     """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0. Tokens say in which row they are,
     None: in one each; and which of its tokens they are, None: the only one."""
     (num_heads, head_dim), num_kv_heads = inputs.q.shape[1:], inputs.stored.kv.shape[2]
@@ -162,7 +162,7 @@ def _attend_tiles(
 
 def _attend_at_once(
     inputs: _Inputs, rows: tiles.WorkRows, token: tiles.Tokens, tiling: tiles.Tiling, token_axes: tuple[int, ...]
-) -> _Softmax:  # fmt: skip
+) -> _Softmax:
     """The softmax of every token, `[tokens, H]`, if rows are read whole: the loop of one step, without what only a loop
     needs."""
     items = tiles.whole_rows(tiling, rows, inputs.tile_mask)
@@ -282,10 +282,11 @@ def _product(subscripts: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> j
     if b.dtype != jnp.int8:
         return multiply(a, b)
     return jax.lax.platform_dependent(
-        a, b,
+        a,
+        b,
         cpu=functools.partial(digits.product, subscripts, num_digits=2 if dtype.itemsize == 2 else 3),
         default=lambda a, b: multiply(a, widen_int8(b).astype(dtype)),
-    )  # fmt: skip
+    )
 
 
 def _of_tokens[T](softmax: T, queries: int, lane: jax.Array | None, place: jax.Array | None) -> T:

@@ -8,9 +8,13 @@ from pallas_kernels.common.state_batch import StateBatch, read_slots
 
 
 def causal_conv(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, activation: str | None, states: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    activation: str | None,
+    states: jax.Array,
     batch: StateBatch,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Computes [`pallas_kernels.causal_conv`][]: `width` gathers of the tokens, whatever their layout."""
     token_axes, (channels, width) = x.shape[:-1], weight.shape
     token = locate(token_axes, batch.kv_lens, batch.query_lens, batch.query_starts)
@@ -53,7 +57,5 @@ def causal_conv(
         taken = reached <= batch.query_lens[:, None]
         ends = jnp.concatenate([ends, jnp.where(taken, reached, 0)], axis=1)
         targets = jnp.concatenate([targets, batch.snapshot_targets(number, taken, num_slots)], axis=1)
-    written = states.at[targets.reshape(-1)].set(
-        last_inputs(ends).reshape(-1, channels, width - 1), mode="drop"
-    )  # fmt: skip
+    written = states.at[targets.reshape(-1)].set(last_inputs(ends).reshape(-1, channels, width - 1), mode="drop")
     return y, written

@@ -46,9 +46,10 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
         numbers = {name: found.get(name) for name in ("scale", "soft_cap", "sinks", "alibi")}
         nothing = jax.tree.map(lambda _: None, call)
         return nothing._replace(
-            q=found.get("q"), stored=stored.replace(found.get("kv"), found.get("kv_scale")),
+            q=found.get("q"),
+            stored=stored.replace(found.get("kv"), found.get("kv_scale")),
             options=dataclasses.replace(nothing.options, **numbers),
-        )  # fmt: skip
+        )
 
     if q.size == 0:
         return bundle({name: jnp.zeros_like(x) for name, x in differentiable.items()})

@@ -131,9 +131,10 @@ def _select(inputs: _IndexInputs, lanes: _Lanes, kept: int) -> Best:
     groups = -(-num_lanes // count)
     more = groups * count - num_lanes
     padded = _Lanes(
-        jnp.pad(lanes.row, (0, more)), jnp.pad(lanes.token, ((0, more), (0, 0))),
+        jnp.pad(lanes.row, (0, more)),
+        jnp.pad(lanes.token, ((0, more), (0, 0))),
         jnp.pad(lanes.position, ((0, more), (0, 0)), constant_values=-1),
-    )  # fmt: skip
+    )
     padded = jax.tree.map(lambda x: x.reshape(groups, count, *x.shape[1:]), padded)
     found = jax.lax.map(lambda some: _stream(inputs, some, kept, piece), padded)
     return jax.tree.map(lambda x: x.reshape(groups * count * queries, kept)[: num_lanes * queries], found)

@@ -11,9 +11,15 @@ __all__ = ["causal_conv", "gated_delta_rule", "state_space"]
 
 
 def gated_delta_rule(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, scale: float | jax.Array,
-    states: jax.Array, batch: StateBatch,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    scale: float | jax.Array,
+    states: jax.Array,
+    batch: StateBatch,
+) -> tuple[jax.Array, jax.Array]:
     """Computes [`pallas_kernels.gated_delta_rule`][]."""
     token_axes, heads = v.shape[:-2], v.shape[-2]
     q, k = (repeat_heads(x, heads) for x in (q, k))
@@ -23,9 +29,15 @@ def gated_delta_rule(
 
 
 def state_space(
-    x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None, states: jax.Array,
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None,
+    states: jax.Array,
     batch: StateBatch,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Computes [`pallas_kernels.state_space`][]."""
     token_axes, heads = x.shape[:-2], x.shape[-2]
     B, C = (repeat_heads(b, heads) for b in (B, C))

@@ -41,7 +41,7 @@ class TokenInputs(NamedTuple):
 
 def recur(
     inputs: TokenInputs, states: jax.Array, batch: StateBatch, token_axes: tuple[int, ...], *, transposed: bool = False
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs `f32[*token_axes, H, V]` and the pool of states after the step.
 
     Args:
@@ -83,7 +83,7 @@ def make_terms(x: TokenInputs) -> TokenTerms:
 
 def run_token(
     x: TokenTerms, state: jax.Array, *, transposed: bool, by_vectors: bool = False
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Returns the output of one token of each row `[L, H, V]` and the states after it.
 
     Args:
@@ -235,14 +235,18 @@ def _plan_chunks(batch: StateBatch, num_tokens: int, size: int, longest: int | N
     end = jnp.minimum((first[row] + number + 1) * size, batch.kv_lens[row])
     assert batch.query_starts is not None
     return _Chunks(
-        row=row, begin=batch.query_starts[row] + begin - batch.starts[row], tokens=jnp.where(there, end - begin, 0),
-        is_first=there & (number == 0), is_last=there & (number == counts[row] - 1), end=end,
-    )  # fmt: skip
+        row=row,
+        begin=batch.query_starts[row] + begin - batch.starts[row],
+        tokens=jnp.where(there, end - begin, 0),
+        is_first=there & (number == 0),
+        is_last=there & (number == counts[row] - 1),
+        end=end,
+    )
 
 
 def _prefill(
     inputs: TokenInputs, states: jax.Array, batch: StateBatch, longest: int | None, size: int, token: Step, chunk: Step
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Runs chunks of tokens: all rows at once if their most tokens are known, else one after another."""
     num_tokens, num_slots = inputs.v.shape[0], states.shape[0]
     place = jnp.arange(size, dtype=jnp.int32)
@@ -335,7 +339,7 @@ def _read(states: jax.Array, place: _Place, begins: jax.Array) -> jax.Array:
 
 def _put(
     states: jax.Array, state: jax.Array, place: _Place, targets: list[jax.Array], held: jax.Array | None = None
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Writes states to the slots of `targets` that there are. Where there is none, writes what the row's slot holds,
     `held` if that was read just now: a scatter, which can skip, copies the pool on a CPU, and so does a read between
     two writes."""

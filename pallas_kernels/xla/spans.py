@@ -15,7 +15,7 @@ from pallas_kernels.xla.attention import paged_attention
 
 def attend_spans(
     kernel: Callable, q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, **others: Any
-) -> Any:  # fmt: skip
+) -> Any:
     """Returns what `kernel` does; where there are spans, if each one's tokens stand one after another, as images' and
     prompts' do, and else what XLA does. A token that is alone in its row is its whole span."""
     if mask.spans is None or q.shape[-3] == 1:

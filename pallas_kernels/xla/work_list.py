@@ -62,9 +62,7 @@ def cover(x: jax.Array, n: int) -> jax.Array:
     return parts(x + (n - 1), n)[0]
 
 
-def choose_tiling(
-    q: jax.Array, kv: jax.Array, tables: jax.Array, queries: int, deterministic: bool = False
-) -> Tiling:  # fmt: skip
+def choose_tiling(q: jax.Array, kv: jax.Array, tables: jax.Array, queries: int, deterministic: bool = False) -> Tiling:
     """Tile sizes for queries `[tokens, H, D]`, `queries` of them to a tile. `deterministic`: for all tables."""
     block_size = kv.shape[3]
     decode_context = DECODE_CONTEXT * (2 if kv.dtype.itemsize == 1 else 1)

@@ -6,8 +6,15 @@ from typing import Any
 
 # What would change an answer, and is not done here: refused unless it is off. Other unknown fields say nothing of it.
 REFUSED = (
-    "tools", "functions", "logit_bias", "frequency_penalty", "presence_penalty", "audio", "prediction", "suffix",
-)  # fmt: skip
+    "tools",
+    "functions",
+    "logit_bias",
+    "frequency_penalty",
+    "presence_penalty",
+    "audio",
+    "prediction",
+    "suffix",
+)
 
 
 class ChatCompletion:

@@ -33,10 +33,16 @@ def serve(arguments: argparse.Namespace) -> int:
         raise ModuleNotFoundError('serve needs a web server: pip install "jaxkv[serve]".') from error
     opened = open_model(arguments)
     engine = jaxkv.Engine(
-        opened.model, max_seqs=arguments.max_seqs, max_seq_len=arguments.max_seq_len, memory_bytes=arguments.memory,
-        block_size=arguments.block_size, longest=min(opened.model.max_seq_len, 8192), max_waiting=arguments.max_waiting,
-        cache_dtype=arguments.cache_dtype, **{"prefix_cache": True} | prefix_options(arguments),
-    )  # fmt: skip
+        opened.model,
+        max_seqs=arguments.max_seqs,
+        max_seq_len=arguments.max_seq_len,
+        memory_bytes=arguments.memory,
+        block_size=arguments.block_size,
+        longest=min(opened.model.max_seq_len, 8192),
+        max_waiting=arguments.max_waiting,
+        cache_dtype=arguments.cache_dtype,
+        **{"prefix_cache": True} | prefix_options(arguments),
+    )
     if arguments.warmup:
         began = time.monotonic()
         print("jaxkv: compiling, so that no request waits for it ...", file=sys.stderr, flush=True)
@@ -44,8 +50,14 @@ def serve(arguments: argparse.Namespace) -> int:
         print(f"jaxkv: compiled in {time.monotonic() - began:.1f} s.", file=sys.stderr, flush=True)
     app = make_app(engine, opened.chat, arguments.model.name or str(arguments.model), opened.eos, opened.sampling)
     with engine, engine.serve():
-        uvicorn.run(app, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=arguments.grace,
-                    log_level="info", access_log=False)  # fmt: skip
+        uvicorn.run(
+            app,
+            host=arguments.host,
+            port=arguments.port,
+            timeout_graceful_shutdown=arguments.grace,
+            log_level="info",
+            access_log=False,
+        )
         if arguments.prefix_disk is not None and engine.drain(arguments.grace):
             engine.prefix.flush(engine.cache)
     return 0

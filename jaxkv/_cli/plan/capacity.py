@@ -94,10 +94,17 @@ class Plan:
 
 
 def plan(
-    layers: Sequence[LayerConfig], memory_bytes: int, *, max_seq_len: int, max_seqs: int | None = None,
-    mean_len: float | None = None, lengths: Sequence[int] | None = None, step_tokens: int = 256, state_copies: int = 1,
+    layers: Sequence[LayerConfig],
+    memory_bytes: int,
+    *,
+    max_seq_len: int,
+    max_seqs: int | None = None,
+    mean_len: float | None = None,
+    lengths: Sequence[int] | None = None,
+    step_tokens: int = 256,
+    state_copies: int = 1,
     **fields: Any,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Returns the plan of the cache that fits into `memory_bytes`.
 
     Args:
@@ -154,9 +161,15 @@ def plan(
 
 
 def needed_bytes(
-    layers: Sequence[LayerConfig], rows: int, length: int, *, max_seq_len: int, step_tokens: int,
-    state_copies: int = 1, **fields: Any,
-) -> int:  # fmt: skip
+    layers: Sequence[LayerConfig],
+    rows: int,
+    length: int,
+    *,
+    max_seq_len: int,
+    step_tokens: int,
+    state_copies: int = 1,
+    **fields: Any,
+) -> int:
     """Returns the pool bytes of a cache in which `rows` rows of `length` tokens fit at once.
 
     >>> layers = [LayerConfig(num_kv_heads=8, head_dim=128)] * 32
@@ -186,9 +199,7 @@ class _Sizes:
 
     def make_config(self, rows: int) -> CacheConfig:
         """Returns a config with one layer of each kind; its number of blocks is set later."""
-        return CacheConfig(
-            layers=self.kinds, max_seqs=rows, max_seq_len=self.max_seq_len, num_blocks=1, **self.fields
-        )  # fmt: skip
+        return CacheConfig(layers=self.kinds, max_seqs=rows, max_seq_len=self.max_seq_len, num_blocks=1, **self.fields)
 
     def make_whole(self, config: CacheConfig) -> CacheConfig:
         """Returns the config of all layers with the same number of blocks."""
@@ -226,9 +237,13 @@ def _hold(config: CacheConfig, rows: int, blocks_each: float, step_tokens: int) 
     """Tells whether `rows` rows with a mean of `blocks_each` blocks fit at once."""
     needed, all_blocks = config.replace(max_seqs=rows), math.ceil(rows * blocks_each)
     return all(
-        blocks >= (all_blocks if window is None
-                   else min(all_blocks, needed.window_blocks(window, max(step_tokens, rows), sinks)))
+        blocks
+        >= (
+            all_blocks
+            if window is None
+            else min(all_blocks, needed.window_blocks(window, max(step_tokens, rows), sinks))
+        )
         for blocks, window, sinks in zip(
             config.group_blocks, config.group_visible_tokens, config.group_sinks, strict=True
         )
-    )  # fmt: skip
+    )

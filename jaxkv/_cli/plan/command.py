@@ -42,8 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _compare(planner, devices)
     if arguments.memory is None and chip is None:
         needs = planner.needs(devices, _kinds(arguments.dtype))
-        print(json.dumps(report_json.needs_as_json(needs), indent=1) if arguments.json else
-              report_text.needs_as_text(needs))  # fmt: skip
+        print(
+            json.dumps(report_json.needs_as_json(needs), indent=1)
+            if arguments.json
+            else report_text.needs_as_text(needs)
+        )
         return 0
     sizes = arguments.block_size or [size for size in BLOCK_SIZES if size % devices.context == 0] or BLOCK_SIZES[-1:]
     report = planner.report(devices, _kinds(arguments.dtype), sizes)
@@ -83,21 +86,36 @@ class _Planner:
                 try:
                     devices.check(config.layer_configs, block_size)
                     # Each device has a run of every block's tokens, and so a shard of a larger pool.
-                    found = plan(layers, (left - rest) * devices.context, max_seq_len=max_seq_len, max_seqs=max_seqs,
-                                 mean_len=arguments.mean_len, lengths=lengths, step_tokens=arguments.step_tokens,
-                                 block_size=block_size, dtype=dtypes[0], head_dim_multiple=multiple,
-                                 join_kv=join_kv, state_copies=devices.context)  # fmt: skip
+                    found = plan(
+                        layers,
+                        (left - rest) * devices.context,
+                        max_seq_len=max_seq_len,
+                        max_seqs=max_seqs,
+                        mean_len=arguments.mean_len,
+                        lengths=lengths,
+                        step_tokens=arguments.step_tokens,
+                        block_size=block_size,
+                        dtype=dtypes[0],
+                        head_dim_multiple=multiple,
+                        join_kv=join_kv,
+                        state_copies=devices.context,
+                    )
                 except ValueError as error:
                     found, why = None, why or str(error)  # the first of several reasons
                 options.append(Option(block_size, dtypes, found))
         if not any(option.plan for option in options):
             raise ValueError(why)
         return Report(
-            model=config, memory=DeviceMemory(total, weights, source, rest), max_seq_len=max_seq_len,
-            step_tokens=arguments.step_tokens, is_told=arguments.mean_len is not None or lengths is not None,
-            options=options, devices=devices, chip=self.chip,
+            model=config,
+            memory=DeviceMemory(total, weights, source, rest),
+            max_seq_len=max_seq_len,
+            step_tokens=arguments.step_tokens,
+            is_told=arguments.mean_len is not None or lengths is not None,
+            options=options,
+            devices=devices,
+            chip=self.chip,
             asked=[] if arguments.max_seqs is None else self._ask(devices, layers, kinds, arguments.max_seqs),
-        )  # fmt: skip
+        )
 
     def needs(self, devices: Devices, kinds: list[list[str]]) -> Needs:
         """Returns the memory that weights and rows need on each device, whatever it has."""

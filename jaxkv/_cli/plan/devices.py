@@ -77,10 +77,12 @@ class Devices:
     def layer(self, layer: LayerConfig) -> LayerConfig:
         """Returns the layer that each device keeps. Raises ValueError for heads that cannot be sharded."""
         if layer.states is not None:  # divided where its first axis can be
-            return LayerConfig.recurrent(**{
-                name: ((n // (1 if n % self.tensor else self.tensor), *rest), dtype)
-                for name, (n, *rest), dtype in layer.states
-            })  # fmt: skip
+            return LayerConfig.recurrent(
+                **{
+                    name: ((n // (1 if n % self.tensor else self.tensor), *rest), dtype)
+                    for name, (n, *rest), dtype in layer.states
+                }
+            )
         parts = count_shards(layer.num_kv_heads, self.tensor, AXIS)
         return dataclasses.replace(layer, num_kv_heads=layer.num_kv_heads // parts)
 
@@ -113,9 +115,13 @@ class Devices:
         if not self.mesh:
             return
         config = CacheConfig(
-            layers=layers, max_seqs=self.data, max_seq_len=block_size, num_blocks=self.data, block_size=block_size,
+            layers=layers,
+            max_seqs=self.data,
+            max_seq_len=block_size,
+            num_blocks=self.data,
+            block_size=block_size,
             head_dim_multiple=1,
-        )  # fmt: skip
+        )
         mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh))
         partition_specs(config, mesh, AXIS if AXIS in self.mesh else None, **self.axes)
 

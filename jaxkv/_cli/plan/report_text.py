@@ -124,9 +124,18 @@ def _table(options: list[Option], devices: Devices, chip: Chip | None) -> str:
             continue
         facts = count_facts(found, devices)
         blocks = " + ".join(f"{n:,}" for n in facts["group_blocks"])
-        lines.append((str(block_size), ", ".join(dtypes), format_bytes(found.marginal_bytes), blocks,
-                      f"{facts['tokens']:,}", f"{facts['rows']:,}", f"{facts['full_rows']:,}",
-                      f"{found.waste:.2%}"))  # fmt: skip
+        lines.append(
+            (
+                str(block_size),
+                ", ".join(dtypes),
+                format_bytes(found.marginal_bytes),
+                blocks,
+                f"{facts['tokens']:,}",
+                f"{facts['rows']:,}",
+                f"{facts['full_rows']:,}",
+                f"{found.waste:.2%}",
+            )
+        )
     table = columns(lines, left=(1,))
     if chip is not None and any("*" in name for line in lines for name in line[1:2]):
         table += (
@@ -140,7 +149,7 @@ def _tail(report: Report) -> str:
     groups = " + ".join(
         "all tokens" if kept.visible_tokens is None else str(kept).removeprefix("with ")
         for kept in found.config.retentions
-    )  # fmt: skip
+    )
     several = len(found.config.groups) > 1
     windowed = found.marginal_bytes != found.bytes_per_token
     call = ", ".join(f"{name}={value!r}" for name, value in report.suggestion.items())

@@ -56,10 +56,18 @@ def shapes_as_text(shapes: Sequence[tuple[dict[str, int], DecodeStep]], chip: Ch
     lines = [("shape", "weights", "cache", "rows", "tokens", "sent", "step, ms", "tokens/s")]
     for held, step in shapes:
         d = step.devices
-        lines.append((str(d), format_bytes(held["weights"]),
-                      format_bytes(held["cache"]), f"{held['rows'] * d.data:,}",
-                      f"{held['tokens'] * d.data * d.context:,}", format_bytes(step.sent),
-                      _ms(step.seconds(chip)["step"]), f"{step.tokens_per_second(chip):,.0f}"))  # fmt: skip
+        lines.append(
+            (
+                str(d),
+                format_bytes(held["weights"]),
+                format_bytes(held["cache"]),
+                f"{held['rows'] * d.data:,}",
+                f"{held['tokens'] * d.data * d.context:,}",
+                format_bytes(step.sent),
+                _ms(step.seconds(chip)["step"]),
+                f"{step.tokens_per_second(chip):,.0f}",
+            )
+        )
     return (
         f"{columns(lines)}\n\nshape: tensor x data x context. weights, cache, sent: of each device, sent in a decode "
         "step. rows, tokens, tokens/s: of all.\nA step takes at least max(bytes read / memory's rate, operations / "

@@ -41,26 +41,54 @@ from pallas_kernels.common.batch import bundle_call
 
 @overload
 def attention[C: (Cache, Layer)](
-    q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: C, *, layer: Any = None,
-    step: Step | None = None, implementation: str | None = None, return_lse: Literal[False] = False,
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    cache: C,
+    *,
+    layer: Any = None,
+    step: Step | None = None,
+    implementation: str | None = None,
+    return_lse: Literal[False] = False,
     **options: Unpack[AttentionOptions],
-) -> tuple[jax.Array, C]: ...  # fmt: skip
+) -> tuple[jax.Array, C]: ...
 @overload
 def attention[C: (Cache, Layer)](
-    q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: C, *, layer: Any = None,
-    step: Step | None = None, implementation: str | None = None, return_lse: Literal[True],
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    cache: C,
+    *,
+    layer: Any = None,
+    step: Step | None = None,
+    implementation: str | None = None,
+    return_lse: Literal[True],
     **options: Unpack[AttentionOptions],
-) -> tuple[tuple[jax.Array, jax.Array], C]: ...  # fmt: skip
+) -> tuple[tuple[jax.Array, jax.Array], C]: ...
 @overload
 def attention[C: (Cache, Layer)](
-    q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: C, *, layer: Any = None,
-    step: Step | None = None, implementation: str | None = None, return_lse: bool,
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    cache: C,
+    *,
+    layer: Any = None,
+    step: Step | None = None,
+    implementation: str | None = None,
+    return_lse: bool,
     **options: Unpack[AttentionOptions],
-) -> tuple[Any, C]: ...  # fmt: skip
+) -> tuple[Any, C]: ...
 def attention(
-    q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: Any, *, layer: Any = None,
-    step: Step | None = None, implementation: str | None = None, **options: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    cache: Any,
+    *,
+    layer: Any = None,
+    step: Step | None = None,
+    implementation: str | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
     """Stores this step's keys and values of one layer, and attends causally to the context of each token.
 
     Call `extend` once before the step's first layer; it sets the number of tokens of each row.
@@ -142,46 +170,89 @@ def attention(
         arguments = (opened, step, dict(q=q, k=k, v=v), arrays)
         specs = (layer_specs(opened), WHOLE, dict(q=head_spec(q.ndim - 2, Q), k=token, v=token), _option_specs(arrays))
         out, pool = run_on_shards(
-            opened.pool, _store_and_attend, arguments, specs, (outs, POOL), query_heads=q.shape[-2],
-            implementation=implementation, **static,
-        )  # fmt: skip
+            opened.pool,
+            _store_and_attend,
+            arguments,
+            specs,
+            (outs, POOL),
+            query_heads=q.shape[-2],
+            implementation=implementation,
+            **static,
+        )
         return out, put_back(pool)
 
 
 def _store_and_attend(
     layer: Layer, step: Step | None, new: dict, arrays: dict, *, implementation: Any, **static: Any
-) -> tuple[Any, Any]:  # fmt: skip
+) -> tuple[Any, Any]:
     call, undo = adapt(make_call(layer, step, **new, options=arrays | static))
     layer, lengths = call.layer, call.layer.tables.lengths
     out, written = pallas_kernels.write_and_attend(
-        call.q, call.k, call.v, layer.pool.kv, layer.blocks, lengths, call.query_lens, offsets=call.query_starts,
-        implementation=implementation, **storage_arguments(layer), **call.options,
-    )  # fmt: skip
+        call.q,
+        call.k,
+        call.v,
+        layer.pool.kv,
+        layer.blocks,
+        lengths,
+        call.query_lens,
+        offsets=call.query_starts,
+        implementation=implementation,
+        **storage_arguments(layer),
+        **call.options,
+    )
     return undo(out), make_pool(written, layer, call.tokens)
 
 
 @overload
 def attend(
-    q: jax.Array, cache: Cache | Layer, *, layer: Any = None, step: Step | None = None,
-    implementation: str | None = None, causal: bool = True, num_tokens: Any = None,
-    return_lse: Literal[False] = False, **options: Unpack[AttendOptions],
-) -> jax.Array: ...  # fmt: skip
+    q: jax.Array,
+    cache: Cache | Layer,
+    *,
+    layer: Any = None,
+    step: Step | None = None,
+    implementation: str | None = None,
+    causal: bool = True,
+    num_tokens: Any = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttendOptions],
+) -> jax.Array: ...
 @overload
 def attend(
-    q: jax.Array, cache: Cache | Layer, *, layer: Any = None, step: Step | None = None,
-    implementation: str | None = None, causal: bool = True, num_tokens: Any = None, return_lse: Literal[True],
+    q: jax.Array,
+    cache: Cache | Layer,
+    *,
+    layer: Any = None,
+    step: Step | None = None,
+    implementation: str | None = None,
+    causal: bool = True,
+    num_tokens: Any = None,
+    return_lse: Literal[True],
     **options: Unpack[AttendOptions],
-) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def attend(
-    q: jax.Array, cache: Cache | Layer, *, layer: Any = None, step: Step | None = None,
-    implementation: str | None = None, causal: bool = True, num_tokens: Any = None, return_lse: bool,
+    q: jax.Array,
+    cache: Cache | Layer,
+    *,
+    layer: Any = None,
+    step: Step | None = None,
+    implementation: str | None = None,
+    causal: bool = True,
+    num_tokens: Any = None,
+    return_lse: bool,
     **options: Unpack[AttendOptions],
-) -> Any: ...  # fmt: skip
+) -> Any: ...
 def attend(
-    q: jax.Array, cache: Any, *, layer: Any = None, step: Step | None = None, implementation: str | None = None,
-    causal: bool = True, num_tokens: Any = None, **options: Any,
-) -> Any:  # fmt: skip
+    q: jax.Array,
+    cache: Any,
+    *,
+    layer: Any = None,
+    step: Step | None = None,
+    implementation: str | None = None,
+    causal: bool = True,
+    num_tokens: Any = None,
+    **options: Any,
+) -> Any:
     """Attends to the keys and values stored by `write` or `append`. Arguments are those of `attention`.
 
     Args:
@@ -217,22 +288,42 @@ def attend(
         arguments = (opened, given, q, query_lens, query_starts, arrays)
         specs = (layer_specs(opened), WHOLE, head_spec(q.ndim - 2, Q), WHOLE, WHOLE, _option_specs(arrays))
         return run_on_shards(
-            opened.pool, _attend, arguments, specs, _out_specs(q, static), query_heads=q.shape[-2],
-            implementation=implementation, **static,
-        )  # fmt: skip
+            opened.pool,
+            _attend,
+            arguments,
+            specs,
+            _out_specs(q, static),
+            query_heads=q.shape[-2],
+            implementation=implementation,
+            **static,
+        )
 
 
 def _attend(
-    layer: Layer, step: Step | None, q: jax.Array, query_lens: jax.Array | None, query_starts: jax.Array | None,
-    arrays: dict, *, implementation: Any, **static: Any,
-) -> Any:  # fmt: skip
+    layer: Layer,
+    step: Step | None,
+    q: jax.Array,
+    query_lens: jax.Array | None,
+    query_starts: jax.Array | None,
+    arrays: dict,
+    *,
+    implementation: Any,
+    **static: Any,
+) -> Any:
     call = make_call(layer, step, query_lens=query_lens, query_starts=query_starts, q=q, options=arrays | static)
     call, undo = adapt(call)
     layer = call.layer
     out = pallas_kernels.paged_attention(
-        call.q, layer.pool.kv, layer.blocks, layer.tables.lengths, call.query_lens, offsets=call.query_starts,
-        implementation=implementation, **storage_arguments(layer), **call.options,
-    )  # fmt: skip
+        call.q,
+        layer.pool.kv,
+        layer.blocks,
+        layer.tables.lengths,
+        call.query_lens,
+        offsets=call.query_starts,
+        implementation=implementation,
+        **storage_arguments(layer),
+        **call.options,
+    )
     return undo(out)
 
 
@@ -260,9 +351,14 @@ def _open_memory(
 
 
 def explain(
-    q: Any, cache: Cache | Layer, *, layer: Any = None, platform: str | None = None,
-    implementation: str | None = None, **options: Any,
-) -> pallas_kernels.Choice:  # fmt: skip
+    q: Any,
+    cache: Cache | Layer,
+    *,
+    layer: Any = None,
+    platform: str | None = None,
+    implementation: str | None = None,
+    **options: Any,
+) -> pallas_kernels.Choice:
     """Explains which implementation `attend` picks for such queries, and why.
 
     Args:
@@ -315,7 +411,7 @@ def _describe_padding(layer: Layer) -> str:
 
 def _kernel_options(
     layer: Layer, step: Step | None, token_axes: tuple[int, ...], given: Mapping[str, Any]
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Returns a call's options and a layer's own as the kernels take them."""
     options = dict(given)
     if layer.layer_config.rank is not None and options.get("scale") is None:

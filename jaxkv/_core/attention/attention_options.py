@@ -123,9 +123,7 @@ def to_integers(name: str, x: Any) -> jax.Array:
     return cast_int32(x)
 
 
-def read_tree(
-    tree: Any, token_axes: tuple[int, ...], tables: BlockTables, config: CacheConfig
-) -> jax.Array | None:  # fmt: skip
+def read_tree(tree: Any, token_axes: tuple[int, ...], tables: BlockTables, config: CacheConfig) -> jax.Array | None:
     """Returns the parents of a step's tokens, `i32` of its token axes.
 
     Raises:

@@ -32,7 +32,7 @@ class BlockBounds(NamedTuple):
 
 def block_bounds(
     cache: Cache, *, layer: int, bounds: BlockBounds | None = None, last: int | None = None
-) -> BlockBounds:  # fmt: skip
+) -> BlockBounds:
     """Computes the elementwise least and largest keys of each block of each row and head. Pure and jittable.
 
     A layer made with `LayerConfig(bounds=True)` stores them beside its blocks: they are only looked up. After

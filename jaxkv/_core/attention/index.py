@@ -31,7 +31,7 @@ ADAPTERS = (TableColumns, DecodePacking)
 
 def write_index[C: (Cache, Layer)](
     cache: C, index_k: jax.Array, *, layer: Any = None, step: Step | None = None, implementation: str | None = None
-) -> C:  # fmt: skip
+) -> C:
     """Stores this step's index keys of one layer, by which later queries choose tokens. `extend` must have made room.
 
     Before or after the step's `write` or `attention`: neither touches what the other stores.
@@ -73,9 +73,17 @@ def _store(layer: Layer, step: Step | None, index_k: jax.Array, *, implementatio
     stripe = None if runs is None else runs.stripe
     if not stored.format.is_quantized:
         keys = pallas_kernels.write_kv(
-            stored.keys, call.k, None, layer.blocks, lengths, call.query_lens, offsets=call.query_starts,
-            rank=call.k.shape[-1], stripe=stripe, implementation=implementation,
-        )  # fmt: skip
+            stored.keys,
+            call.k,
+            None,
+            layer.blocks,
+            lengths,
+            call.query_lens,
+            offsets=call.query_starts,
+            rank=call.k.shape[-1],
+            stripe=stripe,
+            implementation=implementation,
+        )
         return dataclasses.replace(layer.pool, index=IndexKeys(keys))
     batch, new = PagedBatch(layer.blocks, lengths, call.query_lens, call.query_starts, stripe), call.k
     if stripe is not None:
@@ -86,7 +94,7 @@ def _store(layer: Layer, step: Step | None, index_k: jax.Array, *, implementatio
 
 def choose_tokens(
     cache: Any, *, layer: Any, q: Any, weights: Any, top_k: int, step: Step | None
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Returns the positions of the best `top_k` tokens of each query, and their scores; see `jaxkv.scores.indexer`."""
     found = find_layer(cache, layer)
     if not hasattr(q, "ndim") or q.ndim not in (3, 4):
@@ -108,7 +116,7 @@ def choose_tokens(
         specs = (layer_specs(opened), WHOLE, WHOLE)
         position, score = run_on_shards(
             opened.pool, _choose, (opened, step, queries), specs, (WHOLE, WHOLE), top_k=top_k
-        )  # fmt: skip
+        )
         if (skipped := opened.tables.skipped) is not None:
             tables, size = opened.tables, opened.config.block_size
             row = locate(token_axes, tables.lengths, tables.new, tables.offsets).row[..., None]

@@ -91,7 +91,7 @@ def find_layer(cache: Any, layer: Any) -> Layer:
 
 def open_layer(
     cache: Any, layer: Any, step: Step | None, *, stores: bool = False, **arrays: Any
-) -> tuple[Layer, Callable[[Pool], Any]]:  # fmt: skip
+) -> tuple[Layer, Callable[[Pool], Any]]:
     """Returns one layer with its tables settled for a step, and a function that puts a new pool back where it was.
 
     Args:
@@ -109,7 +109,7 @@ def open_layer(
 
 def settle_layer(
     cache: Any, layer: Any, found: Layer, token_axes: tuple[int, ...], step: Step | None
-) -> tuple[Layer, Callable[[Pool], Any]]:  # fmt: skip
+) -> tuple[Layer, Callable[[Pool], Any]]:
     """Returns the layer that was found, its tables settled for a step, and a function that puts a new pool back."""
     if isinstance(cache, Layer):
         found = dataclasses.replace(found, tables=settle_tables(found.tables, found.group, token_axes, step))

@@ -266,8 +266,15 @@ class JoinedWidths(NamedTuple):
 
 
 ADAPTERS: tuple[type[Adapter], ...] = (
-    TableColumns, DecodePacking, HeadRotation, ReplicatedHeads, HeadRows, ContextShards, KVPacking, JoinedWidths,
-)  # fmt: skip
+    TableColumns,
+    DecodePacking,
+    HeadRotation,
+    ReplicatedHeads,
+    HeadRows,
+    ContextShards,
+    KVPacking,
+    JoinedWidths,
+)
 
 
 def adapt(call: LayerCall, adapters: tuple[type[Adapter], ...] = ADAPTERS) -> tuple[LayerCall, Callable[[Any], Any]]:

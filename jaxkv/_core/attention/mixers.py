@@ -108,9 +108,17 @@ def write_states(cache: Any, states: Mapping[str, Any], *, layer: Any = None) ->
 
 
 def causal_conv(
-    x: Any, weight: Any, cache: Any, layer: Any = None, *, bias: Any = None, activation: str | None = None,
-    name: str = "conv", step: Step | None = None, implementation: str | None = None,
-) -> tuple[jax.Array, Any]:  # fmt: skip
+    x: Any,
+    weight: Any,
+    cache: Any,
+    layer: Any = None,
+    *,
+    bias: Any = None,
+    activation: str | None = None,
+    name: str = "conv",
+    step: Step | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, Any]:
     """Computes a causal convolution of this step's tokens, behind the last inputs of their rows, and keeps the last.
 
     Args:
@@ -141,9 +149,19 @@ def causal_conv(
 
 
 def gated_delta_rule(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, cache: Any, layer: Any = None, *, scale: Any = None,
-    name: str = "state", step: Step | None = None, implementation: str | None = None,
-) -> tuple[jax.Array, Any]:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    cache: Any,
+    layer: Any = None,
+    *,
+    scale: Any = None,
+    name: str = "state",
+    step: Step | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, Any]:
     """Computes the gated delta rule of this step's tokens from the states of their rows, and keeps the next.
 
     Args:
@@ -172,9 +190,19 @@ def gated_delta_rule(
 
 
 def state_space(
-    x: Any, dt: Any, A: Any, B: Any, C: Any, cache: Any, layer: Any = None, *, D: Any = None, name: str = "state",
-    step: Step | None = None, implementation: str | None = None,
-) -> tuple[jax.Array, Any]:  # fmt: skip
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    cache: Any,
+    layer: Any = None,
+    *,
+    D: Any = None,
+    name: str = "state",
+    step: Step | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, Any]:
     """Computes a selective state space (Mamba 2) of this step's tokens from the states of their rows, and keeps the
     next.
 
@@ -284,11 +312,16 @@ def _open(
         longest = 1 if packed is not None else token_axes[-1]
         recorded = record_inputs(found, slots, name, door.__name__, tokens, **select_fixed(options))
         y, states = run_on_mesh(door, apart[name])(
-            **arrays, **options, states=apart[name], slots=find(slots.source), to_slots=find(target),
+            **arrays,
+            **options,
+            states=apart[name],
+            slots=find(slots.source),
+            to_slots=find(target),
             **snapshot_arguments(slots, tables, found.config, longest, find),
-            lengths=tables.lengths, new=tables.new,
+            lengths=tables.lengths,
+            new=tables.new,
             offsets=tables.offsets if packed is None and len(token_axes) == 1 else None,
-        )  # fmt: skip
+        )
         y = y if packed is None else packed.unpad(y)
         changed = dataclasses.replace(found, states=found.with_apart(apart | {name: states}), slots=recorded)
         return y, put_state_layer(cache, changed)

@@ -114,9 +114,14 @@ class Step:
 
 
 def plan_step(
-    cache: Cache, token_axes: Sequence[int], *, longest: int | None = None, tree: Any = None, cascade: bool = False,
+    cache: Cache,
+    token_axes: Sequence[int],
+    *,
+    longest: int | None = None,
+    tree: Any = None,
+    cascade: bool = False,
     top_k: int | None = None,
-) -> Step:  # fmt: skip
+) -> Step:
     """Plans a step once, for all its layers: pass it to `attention`, `write` and `attend` as `step=`.
 
     The result is the same with and without a plan. With a plan there is less to trace, and packed tokens with at most
@@ -168,10 +173,16 @@ def plan_step(
                 for group, group_tables in enumerate(tables)
             )
     step = Step(
-        tables=tables, dropped=rows.lengths - group_tables.lengths, token=token, tree=tree, shared=shared,
-        token_axes=token_axes, decode=decode, config=cache.config,
+        tables=tables,
+        dropped=rows.lengths - group_tables.lengths,
+        token=token,
+        tree=tree,
+        shared=shared,
+        token_axes=token_axes,
+        decode=decode,
+        config=cache.config,
         top_k=None if top_k is None else integer("top_k", top_k, least=1),
-    )  # fmt: skip
+    )
     for before, after in zip(cache.tables, tables, strict=True):
         _note_reconciled(step, before, after)
     return step

@@ -15,9 +15,13 @@ from jaxkv._core.state.arguments import cast_int32, is_known, read_numbers
 
 
 def counts(
-    *, mask: Any = None, segment_ids: Any = None, positions: Any = None, max_seqs: int | None = None,
+    *,
+    mask: Any = None,
+    segment_ids: Any = None,
+    positions: Any = None,
+    max_seqs: int | None = None,
     check: bool = False,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Computes the number of tokens of each row from a mask, segment ids or positions: give one of the three.
 
     Args:

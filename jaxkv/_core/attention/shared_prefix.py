@@ -31,7 +31,7 @@ def find_sharing(config: CacheConfig, tables: BlockTables, group: int, queries: 
 
 def count_blocks_read(
     config: CacheConfig, tables: BlockTables, group: int, shared: jax.Array | None, together: int
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Returns `i32[]`: blocks that a layer of a group reads in a step, each row's once, and shared blocks once for
     every `together` queries."""
     first = config.first_retained_block(group, tables.lengths - tables.new)

@@ -27,9 +27,14 @@ from jaxkv._core.state.state import Layer, Pool
 
 
 def write[C: (Cache, Layer)](
-    cache: C, k: jax.Array, v: jax.Array | None, *, layer: Any = None, step: Step | None = None,
+    cache: C,
+    k: jax.Array,
+    v: jax.Array | None,
+    *,
+    layer: Any = None,
+    step: Step | None = None,
     implementation: str | None = None,
-) -> C:  # fmt: skip
+) -> C:
     """Stores this step's keys and values of one layer. `extend` must have made room for them.
 
     Args:
@@ -66,9 +71,17 @@ def _store(layer: Layer, step: Step | None, k: jax.Array, v: jax.Array | None, *
     call, _ = adapt(make_call(layer, step, k=k, v=v))
     layer, lengths = call.layer, call.layer.tables.lengths
     written = pallas_kernels.write_kv(
-        layer.pool.kv, call.k, call.v, layer.blocks, lengths, call.query_lens, offsets=call.query_starts,
-        implementation=implementation, **storage_arguments(layer), **call.options,
-    )  # fmt: skip
+        layer.pool.kv,
+        call.k,
+        call.v,
+        layer.blocks,
+        lengths,
+        call.query_lens,
+        offsets=call.query_starts,
+        implementation=implementation,
+        **storage_arguments(layer),
+        **call.options,
+    )
     return make_pool(written, layer, call.tokens)
 
 

@@ -72,9 +72,7 @@ def read_group(cache: Cache, group: int, blocks: Any) -> dict[int, Pool]:
     return found
 
 
-def put_group(
-    cache: Cache, group: int, read: Callable[[int], Pool], target: Any, put: Callable[..., Pool]
-) -> Cache:  # fmt: skip
+def put_group(cache: Cache, group: int, read: Callable[[int], Pool], target: Any, put: Callable[..., Pool]) -> Cache:
     """Writes new blocks into the layers of a group, and returns the cache.
 
     Args:

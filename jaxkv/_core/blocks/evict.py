@@ -167,9 +167,7 @@ def _hold(tables: BlockTables, move: _Move, config: CacheConfig) -> BlockTables:
     )
 
 
-def _compact(
-    pool: Pool, old: jax.Array, new: jax.Array, move: _Move, *, config: CacheConfig, layer: int
-) -> Pool:  # fmt: skip
+def _compact(pool: Pool, old: jax.Array, new: jax.Array, move: _Move, *, config: CacheConfig, layer: int) -> Pool:
     """Moves the tokens of head rows forward, column by column. A token never moves backward, so that no slot is
     overwritten before it is read."""
     if (part := find_head_shard(pool)) is not None:

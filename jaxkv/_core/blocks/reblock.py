@@ -53,9 +53,16 @@ class TokensGone(ValueError):
 
 
 def reblock(
-    tables: np.ndarray, lengths: np.ndarray, old_size: int, new_size: int, *, first: np.ndarray | None = None,
-    sinks: int = 0, share: bool = True, partial: bool = False,
-) -> BlockPlan:  # fmt: skip
+    tables: np.ndarray,
+    lengths: np.ndarray,
+    old_size: int,
+    new_size: int,
+    *,
+    first: np.ndarray | None = None,
+    sinks: int = 0,
+    share: bool = True,
+    partial: bool = False,
+) -> BlockPlan:
     """Regroups the tokens of rows into blocks of `new_size`.
 
     Args:
@@ -115,9 +122,13 @@ def describe_lack(plan: BlockPlan, num_free: Any) -> tuple[int, int] | None:
 
 
 def fit(
-    config: CacheConfig, groups: Sequence[Sequence[int]], held: Sequence[HeldBlocks], old_size: int, *,
+    config: CacheConfig,
+    groups: Sequence[Sequence[int]],
+    held: Sequence[HeldBlocks],
+    old_size: int,
+    *,
     partial: bool = False,
-) -> dict[int, BlockPlan]:  # fmt: skip
+) -> dict[int, BlockPlan]:
     """Returns the blocks that rows need in a cache of this config, for each layer with a pool.
 
     Args:
@@ -138,9 +149,15 @@ def fit(
                 tables, lengths, _ = held[group]
                 try:
                     found[group] = reblock(
-                        tables, lengths, old_size, config.block_size, first=config.first_retained_block(g, lengths),
-                        sinks=config.group_sinks[g], share=not config.contiguous, partial=partial,
-                    )  # fmt: skip
+                        tables,
+                        lengths,
+                        old_size,
+                        config.block_size,
+                        first=config.first_retained_block(g, lengths),
+                        sinks=config.group_sinks[g],
+                        share=not config.contiguous,
+                        partial=partial,
+                    )
                 except TokensGone as gone:
                     raise TokensGone(gone.row, gone.start, gone.needed, layer) from None
             plans[layer] = found[group]

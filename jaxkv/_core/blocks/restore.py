@@ -21,9 +21,14 @@ from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
 
 
 def put_rows(
-    cache: Cache, rows: np.ndarray, lengths: np.ndarray, held: Sequence[HeldBlocks],
-    read: Callable[[int], Any], *, in_place: bool,
-) -> Cache:  # fmt: skip
+    cache: Cache,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    held: Sequence[HeldBlocks],
+    read: Callable[[int], Any],
+    *,
+    in_place: bool,
+) -> Cache:
     """Returns a cache in which `rows` have `lengths` tokens.
 
     Args:

@@ -79,9 +79,10 @@ def share_first_blocks(cache: Cache, src: Any, dst: Any, num_blocks: Any) -> Cac
         row = jnp.where(taken, tables.tables[src], tables.tables[dst])
         tables = replace_entries(tables, tables.tables.at[dst].set(row))
         return dataclasses.replace(
-            tables, lengths=tables.lengths.at[dst].set(num_blocks * cache.config.block_size),
+            tables,
+            lengths=tables.lengths.at[dst].set(num_blocks * cache.config.block_size),
             new=tables.new.at[dst].set(0),
-        )  # fmt: skip
+        )
 
     return cache.replace(tables=tuple(map(begin, cache.tables)))
 

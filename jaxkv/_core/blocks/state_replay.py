@@ -52,9 +52,14 @@ def take_in(cache: Cache, before: jax.Array, kept: jax.Array, longest: int) -> C
 
 
 def _replay(
-    inputs: MixerInputs, states: jax.Array, slots: StateSlots, tables: BlockTables, cache: Cache, longest: int,
+    inputs: MixerInputs,
+    states: jax.Array,
+    slots: StateSlots,
+    tables: BlockTables,
+    cache: Cache,
+    longest: int,
     find: Callable[[jax.Array], jax.Array],
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Returns a layer's states after the tokens that rows keep."""
     if inputs.mixer == "write_states":
         raise ValueError(
@@ -69,10 +74,14 @@ def _replay(
     arrays |= {"gated_delta_rule": {"q": arrays.get("k")}, "state_space": {"C": arrays.get("B")}}.get(inputs.mixer, {})
     door = getattr(pallas_kernels, inputs.mixer)
     _, changed = run_on_mesh(door, states)(
-        **arrays, states=states, slots=find(slots.source),
+        **arrays,
+        states=states,
+        slots=find(slots.source),
         to_slots=find(jnp.where(slots.slots == NULL_SLOT, -1, slots.slots)),
-        **snapshot_arguments(slots, tables, cache.config, longest, find), lengths=tables.lengths, new=tables.new,
-    )  # fmt: skip
+        **snapshot_arguments(slots, tables, cache.config, longest, find),
+        lengths=tables.lengths,
+        new=tables.new,
+    )
     return changed
 
 

@@ -62,9 +62,7 @@ def assign_slots(cache: Cache, new: jax.Array, lengths: jax.Array) -> StateSlots
     return StateSlots(slots=slots, source=held, snapshots=snapshots)
 
 
-def _assign_snapshots(
-    cache: Cache, lengths: jax.Array, new: jax.Array, held: jax.Array, free: jax.Array
-) -> jax.Array:  # fmt: skip
+def _assign_snapshots(cache: Cache, lengths: jax.Array, new: jax.Array, held: jax.Array, free: jax.Array) -> jax.Array:
     """Returns the snapshots `held` i32[S, W] and those that a step reaches, in slots of `free`, while there are any."""
     column, (before, after) = _columns(cache), (_reached(cache, x) for x in (lengths, lengths + new))
     granted = grant_snapshots(cache, held, ((column >= before) & (column < after)).reshape(-1), free)
@@ -130,9 +128,12 @@ def _reached(cache: Cache, lengths: jax.Array) -> jax.Array:
 
 
 def snapshot_arguments(
-    slots: StateSlots, tables: BlockTables, config: CacheConfig, longest: int,
+    slots: StateSlots,
+    tables: BlockTables,
+    config: CacheConfig,
+    longest: int,
     find: Callable[[jax.Array], jax.Array] = lambda slots: slots,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Returns the arguments by which a mixer stores the snapshots of a step with at most `longest` tokens of a row.
 
     Args:
@@ -150,7 +151,7 @@ def snapshot_arguments(
 
 def end_snapshots(
     slots: StateSlots, tables: BlockTables, config: CacheConfig
-) -> tuple[StateSlots, tuple[jax.Array, ...]]:  # fmt: skip
+) -> tuple[StateSlots, tuple[jax.Array, ...]]:
     """Returns the slots without the snapshots within a step, for states known at its end alone, and the slots i32[S] of
     the snapshots that rows end at; the null slot for others. No such slots without snapshots."""
     every, held = config.snapshot_every, slots.snapshots

@@ -189,7 +189,7 @@ def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Cal
         arguments = tuple(jax.tree.map(functools.partial(lie, is_whole=i in whole), x) for i, x in enumerate(arguments))
         return jax.shard_map(
             on_one, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axis), axis_names={axis}, check_vma=False
-        )(*arguments)  # fmt: skip
+        )(*arguments)
 
     return run
 

@@ -12,9 +12,7 @@ from jaxkv._core.config.validation import integer
 from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
 
 
-def gather(
-    cache: Cache, row: Any, *, layer: int, max_len: int | None = None, raw: bool = False
-) -> tuple[Any, ...]:  # fmt: skip
+def gather(cache: Cache, row: Any, *, layer: int, max_len: int | None = None, raw: bool = False) -> tuple[Any, ...]:
     """Returns the stored keys and values of one row, dense; float32 for a quantized layer.
 
     Args:

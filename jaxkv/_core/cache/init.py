@@ -26,18 +26,30 @@ from jaxkv._core.state.state_slots import NULL_SLOT, StateSlots
 
 @overload
 def init(
-    config: CacheConfig, *, mesh: Mesh | None = None, heads: str | None = "model", context: str | None = None,
+    config: CacheConfig,
+    *,
+    mesh: Mesh | None = None,
+    heads: str | None = "model",
+    context: str | None = None,
     rows: None = None,
-) -> Cache: ...  # fmt: skip
+) -> Cache: ...
 @overload
 def init(
-    config: CacheConfig, *, mesh: Mesh | None = None, heads: str | None = "model", context: str | None = None,
+    config: CacheConfig,
+    *,
+    mesh: Mesh | None = None,
+    heads: str | None = "model",
+    context: str | None = None,
     rows: str,
-) -> RowShards: ...  # fmt: skip
+) -> RowShards: ...
 def init(
-    config: CacheConfig, *, mesh: Mesh | None = None, heads: str | None = "model", context: str | None = None,
+    config: CacheConfig,
+    *,
+    mesh: Mesh | None = None,
+    heads: str | None = "model",
+    context: str | None = None,
     rows: str | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Makes an empty cache: every block is free, every pool is a zeroed buffer of its own.
 
     Args:
@@ -67,9 +79,12 @@ def init(
         config.check_memory()
         # One array after another: the same zeros used twice could not be donated.
         return Cache(
-            tables=_init_tables(config), pools=_init_pools(config, None, None), state_slots=_init_slots(config),
-            states=_init_states(config), config=config,
-        )  # fmt: skip
+            tables=_init_tables(config),
+            pools=_init_pools(config, None, None),
+            state_slots=_init_slots(config),
+            states=_init_states(config),
+            config=config,
+        )
     specs = partition_specs(config, mesh, heads, context, rows)
     # Shapes are computed without the other processes, of which there may be none.
     if not is_tracing() and len(processes := list_processes(mesh)) > 1:
@@ -101,9 +116,12 @@ def init(
 
 
 def partition_specs(
-    config: CacheConfig, mesh: Mesh | AbstractMesh | None = None, heads: str | None = "model",
-    context: str | None = None, rows: str | None = None,
-) -> Any:  # fmt: skip
+    config: CacheConfig,
+    mesh: Mesh | AbstractMesh | None = None,
+    heads: str | None = "model",
+    context: str | None = None,
+    rows: str | None = None,
+) -> Any:
     """Returns how a cache is sharded: a `PartitionSpec` for each array of `init(config, mesh=mesh)`.
 
     Pools and scales are divided over KV heads, states of recurrent layers over their first axis, where that is even.
@@ -292,7 +310,7 @@ def _check_runs(config: CacheConfig, count: int, context: str) -> None:
 
 def _init_pools(
     config: CacheConfig, heads: str | None, context: str | None, parts: Sequence[int] | None = None, count: int = 1
-) -> tuple[Pool | None, ...]:  # fmt: skip
+) -> tuple[Pool | None, ...]:
     """Makes the zeroed pools of `count` caches, concatenated."""
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -329,10 +347,19 @@ def _init_group(config: CacheConfig, group: int, parts: int) -> BlockTables:
     refcounts = np.ones(num_blocks + parts, np.int32)
     refcounts[NULL_BLOCK] = 0
     return BlockTables(
-        tables=to_device(tables), lengths=zeros(), new=zeros(), offsets=zeros(), refcounts=to_device(refcounts),
-        kept=to_device(np.zeros(num_blocks + parts, np.int32)), free_list=to_device(blocks),
-        num_free=to_device(num_each), peak=to_device(np.int32(num_blocks - num_free)),
-        failed=to_device(np.zeros(rows, bool)), wanted=zeros(), needed=zeros(),
+        tables=to_device(tables),
+        lengths=zeros(),
+        new=zeros(),
+        offsets=zeros(),
+        refcounts=to_device(refcounts),
+        kept=to_device(np.zeros(num_blocks + parts, np.int32)),
+        free_list=to_device(blocks),
+        num_free=to_device(num_each),
+        peak=to_device(np.int32(num_blocks - num_free)),
+        failed=to_device(np.zeros(rows, bool)),
+        wanted=zeros(),
+        needed=zeros(),
         skipped=zeros() if config.group_slides[group] else None,
-        evicted=zeros() if evicts else None, thinned=zeros() if evicts else None,
-    )  # fmt: skip
+        evicted=zeros() if evicts else None,
+        thinned=zeros() if evicts else None,
+    )

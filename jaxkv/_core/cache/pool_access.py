@@ -69,7 +69,7 @@ def dense_pair(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: Cac
 
 def put_token(
     pool: Pool, block: jax.Array, offset: jax.Array, head: jax.Array, new: Pool, number: jax.Array, *, start: int
-) -> Pool:  # fmt: skip
+) -> Pool:
     """Replaces one head of one token by `new`, its numbers and scales; does nothing at the null block.
 
     Args:

@@ -14,9 +14,7 @@ QUANTIZED_BLOCK_SIZES = {"tpu": 128, "gpu": 32}
 TABLE_ENTRIES = {"tpu": 200_000}
 
 
-def choose_block_size(
-    platform: str | None, kinds: Iterable[StorageFormat], max_seqs: int, max_seq_len: int
-) -> int:  # fmt: skip
+def choose_block_size(platform: str | None, kinds: Iterable[StorageFormat], max_seqs: int, max_seq_len: int) -> int:
     """Returns the tokens of a block that the kernels of a platform read.
 
     Args:

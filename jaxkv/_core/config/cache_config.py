@@ -228,11 +228,22 @@ class CacheConfig(MadeLike):
 
     @classmethod
     def from_model(
-        cls, model: Any, *, max_seqs: int, max_seq_len: int, num_blocks: int | None = None,
-        max_tokens: int | None = None, group_blocks: Sequence[int] | None = None, memory_bytes: float | None = None,
-        step_tokens: int | None = None, prefix_cache: bool = False, dtype: Any = None, mesh: Mesh | None = None,
-        snapshot_every: int | None = None, **fields: Unpack[LayoutFields],
-    ) -> "CacheConfig":  # fmt: skip
+        cls,
+        model: Any,
+        *,
+        max_seqs: int,
+        max_seq_len: int,
+        num_blocks: int | None = None,
+        max_tokens: int | None = None,
+        group_blocks: Sequence[int] | None = None,
+        memory_bytes: float | None = None,
+        step_tokens: int | None = None,
+        prefix_cache: bool = False,
+        dtype: Any = None,
+        mesh: Mesh | None = None,
+        snapshot_every: int | None = None,
+        **fields: Unpack[LayoutFields],
+    ) -> "CacheConfig":
         """Makes the config for a model with `layer_configs` (one `LayerConfig` per layer) and `dtype`. The layers are
         stacked if the model has a true `scan`, that is, scans over its layers.
 
@@ -262,8 +273,13 @@ class CacheConfig(MadeLike):
         if memory_bytes is not None and sizes:
             raise ValueError(f"CacheConfig.from_model takes memory_bytes or {' and '.join(sizes)}, not both.")
         given |= sizes or {"max_tokens": max_seqs * max_seq_len}
-        config = cls(layers=model.layer_configs, max_seqs=max_seqs, max_seq_len=max_seq_len,
-                     dtype=model.dtype if dtype is None else dtype, **given)  # fmt: skip
+        config = cls(
+            layers=model.layer_configs,
+            max_seqs=max_seqs,
+            max_seq_len=max_seq_len,
+            dtype=model.dtype if dtype is None else dtype,
+            **given,
+        )
         mesh = find_mesh(model) if mesh is None else mesh
         count = mesh.shape.get(HEADS, 1) if mesh is not None else 1
         if given.get("join_kv") is None and not all(config.pairs_divide(i, count) for i in range(config.num_layers)):
@@ -279,7 +295,7 @@ class CacheConfig(MadeLike):
 
     def with_memory(
         self, memory_bytes: float, *, step_tokens: int | None = None, prefix_cache: bool = False
-    ) -> "CacheConfig":  # fmt: skip
+    ) -> "CacheConfig":
         """Returns this config with as many blocks as fit into `memory_bytes`, every layer's null block included.
 
         Layers with a window get as many blocks as they can use (see `from_model`); the others share the rest.

@@ -19,10 +19,19 @@ class MadeLike(ByteSizes):
 
     @classmethod
     def uniform(
-        cls, *, num_layers: int, num_kv_heads: int, head_dim: int, max_seqs: int, max_seq_len: int,
-        v_head_dim: int | None = None, windows: Any = None, bounds: bool = False, dtype: Any = "bfloat16",
+        cls,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_seqs: int,
+        max_seq_len: int,
+        v_head_dim: int | None = None,
+        windows: Any = None,
+        bounds: bool = False,
+        dtype: Any = "bfloat16",
         **fields: Unpack[UniformFields],
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """Makes the config for layers equal but for their windows. All rows can reach `max_seq_len` at once.
 
         Args:
@@ -53,9 +62,17 @@ class MadeLike(ByteSizes):
 
     @classmethod
     def like(
-        cls, dense_cache: Any, *, max_seqs: int | None = None, max_seq_len: int | None = None, windows: Any = None,
-        bounds: bool = False, dtype: Any = None, heads_first: bool | None = None, **fields: Unpack[UniformFields],
-    ) -> Self:  # fmt: skip
+        cls,
+        dense_cache: Any,
+        *,
+        max_seqs: int | None = None,
+        max_seq_len: int | None = None,
+        windows: Any = None,
+        bounds: bool = False,
+        dtype: Any = None,
+        heads_first: bool | None = None,
+        **fields: Unpack[UniformFields],
+    ) -> Self:
         """Makes the config for a paged cache that replaces a dense one, with its layers, rows, length and dtype.
 
         Args:

@@ -159,8 +159,9 @@ class Chunk(Full):
 
     def mask_options(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
         if (asked := options.get("window")) is not None:
-            raise ValueError(f"Layer {layer} sees chunks of {self.chunk} tokens, and cannot take window={asked}: leave "
-                             "it out.")  # fmt: skip
+            raise ValueError(
+                f"Layer {layer} sees chunks of {self.chunk} tokens, and cannot take window={asked}: leave it out."
+            )
         return options | {"chunk": self.chunk}
 
 

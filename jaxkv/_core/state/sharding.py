@@ -78,9 +78,15 @@ def count_shards(num_heads: int, count: int, axis: str) -> int:
 
 
 def run_on_shards(
-    pool: Pool, function: Callable[..., Any], arguments: tuple, in_specs: tuple, out_specs: Any, *,
-    query_heads: int | None = None, **static: Any,
-) -> Any:  # fmt: skip
+    pool: Pool,
+    function: Callable[..., Any],
+    arguments: tuple,
+    in_specs: tuple,
+    out_specs: Any,
+    *,
+    query_heads: int | None = None,
+    **static: Any,
+) -> Any:
     """Runs `function(*arguments, **static)` on each device with its own shard of pools.
 
     Args:
@@ -110,9 +116,14 @@ def run_on_shards(
     named_specs = jax.tree.broadcast(in_specs, arguments, is_leaf=_is_spec)
     specs = jax.tree.leaves(jax.tree.map(_keep_whole, named_specs, is_leaf=_is_index_or_spec), is_leaf=_is_spec)
     out = _run(
-        leaves, function=function, structure=structure, in_specs=tuple(map(named, specs)),
-        out_specs=jax.tree.map(named, out_specs, is_leaf=_is_spec), shards=shards, static=tuple(static.items()),
-    )  # fmt: skip
+        leaves,
+        function=function,
+        structure=structure,
+        in_specs=tuple(map(named, specs)),
+        out_specs=jax.tree.map(named, out_specs, is_leaf=_is_spec),
+        shards=shards,
+        static=tuple(static.items()),
+    )
     return jax.tree.map(functools.partial(_set_axis, pool.heads), out, is_leaf=_is_pool)
 
 
@@ -163,9 +174,7 @@ def map_devices(function: Callable, mesh: AbstractMesh, in_specs: Any, out_specs
     free = frozenset(name for name, kind in kinds if kind != AxisType.Manual)
     # Replicated arrays are equal on all devices by construction, which need not be proved. Without the check kernels
     # may use references, which JAX refuses for arrays that it assumes may differ.
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False
-    )  # fmt: skip
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False)
 
 
 def _reshard(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:

@@ -11,8 +11,10 @@ DONATED = "donated: go on with the one that the step returned"
 
 def is_donated(tree: Any) -> bool:
     """Tells whether any array of a pytree was donated, so that nothing can be read from it."""
-    return any(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
-               for x in jax.tree.leaves(tree))  # fmt: skip
+    return any(
+        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+        for x in jax.tree.leaves(tree)
+    )
 
 
 def read_integers(x: Any) -> np.ndarray | None:

@@ -56,10 +56,23 @@ def read_deterministic(deterministic: Any, *models: Any) -> bool:
 
 
 def make_cores(
-    models: list[Any], config: CacheConfig, *, prefix: tuple[Any, ...], swap: Swap, host_bandwidth: float,
-    evict: Eviction | None, hook: Hook | None, hook_args: HookArgs, step_tokens: int, long_prefill_tokens: int | None,
-    steps_per_dispatch: int, draft: Any, guesses: tuple[int, int], prefill: Any, deterministic: bool,
-) -> list[EngineCore]:  # fmt: skip
+    models: list[Any],
+    config: CacheConfig,
+    *,
+    prefix: tuple[Any, ...],
+    swap: Swap,
+    host_bandwidth: float,
+    evict: Eviction | None,
+    hook: Hook | None,
+    hook_args: HookArgs,
+    step_tokens: int,
+    long_prefill_tokens: int | None,
+    steps_per_dispatch: int,
+    draft: Any,
+    guesses: tuple[int, int],
+    prefill: Any,
+    deterministic: bool,
+) -> list[EngineCore]:
     """Makes a loop for each shard of a model; `config` is that of each shard's cache.
 
     Args:

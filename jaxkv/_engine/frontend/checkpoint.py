@@ -132,9 +132,12 @@ class Resumable:
         try:
             for entry in state["requests"]:
                 request = read_request(
-                    entry, self._reader.hook_args, read_adapter=self._reader.read_adapter, news=self._reader.news,
+                    entry,
+                    self._reader.hook_args,
+                    read_adapter=self._reader.read_adapter,
+                    news=self._reader.news,
                     engine=self._reader.engine,
-                )  # fmt: skip
+                )
                 request.prompt = prompts.setdefault(tuple(request.prompt), request.prompt)  # samples share one
                 requests.append(request)
                 if request.done:

@@ -112,15 +112,34 @@ class Engine(Closable, Servable, Resumable, Updatable):
     """
 
     def __init__(
-        self, model: Model, *, max_seqs: int = 8, max_seq_len: int | None = None, longest: int = 1024,
-        step_tokens: int = 256, long_prefill_tokens: int | None = None, steps_per_dispatch: int = 1, seed: int = 0,
+        self,
+        model: Model,
+        *,
+        max_seqs: int = 8,
+        max_seq_len: int | None = None,
+        longest: int = 1024,
+        step_tokens: int = 256,
+        long_prefill_tokens: int | None = None,
+        steps_per_dispatch: int = 1,
+        seed: int = 0,
         logits_hook: Hook | None = None,
-        prefix_cache: bool = False, spill_bytes: float = 0, disk: Any = None, disk_bytes: float | None = None,
-        snapshot_bytes: float | None = None, swap: Swap = "auto", host_bandwidth: float = 1e10, draft: Any = None,
-        draft_tokens: int = 4, draft_branches: int = 1, cache_dtype: Any = None, evict: Eviction | None = None,
-        prefill: Any = None, deterministic: bool = False, max_waiting: int | None = None,
+        prefix_cache: bool = False,
+        spill_bytes: float = 0,
+        disk: Any = None,
+        disk_bytes: float | None = None,
+        snapshot_bytes: float | None = None,
+        swap: Swap = "auto",
+        host_bandwidth: float = 1e10,
+        draft: Any = None,
+        draft_tokens: int = 4,
+        draft_branches: int = 1,
+        cache_dtype: Any = None,
+        evict: Eviction | None = None,
+        prefill: Any = None,
+        deterministic: bool = False,
+        max_waiting: int | None = None,
         **fields: Unpack[EngineFields],
-    ):  # fmt: skip
+    ):
         sizes: dict[str, Any] = dict(fields)
         check_fields(sizes)
         self._prepare_serving(max_waiting)
@@ -149,22 +168,36 @@ class Engine(Closable, Servable, Resumable, Updatable):
         evict = read_eviction(evict, prefix_cache=prefix_cache, draft=draft is not None)
         mesh = find_mesh(model)
         config = CacheConfig.from_model(
-            evict.model_of(model) if evict else model, max_seqs=max_seqs, max_seq_len=max_seq_len,
-            step_tokens=self.step_tokens, prefix_cache=flag("prefix_cache", prefix_cache), mesh=mesh,
+            evict.model_of(model) if evict else model,
+            max_seqs=max_seqs,
+            max_seq_len=max_seq_len,
+            step_tokens=self.step_tokens,
+            prefix_cache=flag("prefix_cache", prefix_cache),
+            mesh=mesh,
             **sizes,
-        )  # fmt: skip
+        )
         deterministic = read_deterministic(deterministic, model, None if isinstance(prefill, str) else prefill)
         keepers = (logits_hook, prefill, evict, None if draft == "ngram" else draft)
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
         check_shapes(models[0], config, is_divided=mesh is not None)
         self.config = join_config(config, len(models))
         self._loops = make_cores(
-            models, config, prefix=(prefix_cache, spill_bytes, disk, disk_bytes, snapshot_bytes), swap=swap,
-            evict=evict, host_bandwidth=host_bandwidth, hook=logits_hook, hook_args=hook_args,
-            step_tokens=self.step_tokens, long_prefill_tokens=long_prefill_tokens,
-            steps_per_dispatch=self.steps_per_dispatch, draft=draft, guesses=guesses, prefill=prefill,
+            models,
+            config,
+            prefix=(prefix_cache, spill_bytes, disk, disk_bytes, snapshot_bytes),
+            swap=swap,
+            evict=evict,
+            host_bandwidth=host_bandwidth,
+            hook=logits_hook,
+            hook_args=hook_args,
+            step_tokens=self.step_tokens,
+            long_prefill_tokens=long_prefill_tokens,
+            steps_per_dispatch=self.steps_per_dispatch,
+            draft=draft,
+            guesses=guesses,
+            prefill=prefill,
             deterministic=deterministic,
-        )  # fmt: skip
+        )
         self._loop = DataParallelCores(self._loops, model, self.config) if len(models) > 1 else self._loops[0]
         self._turn, outer_args = EngineLock(), hook_args  # of the requests that are submitted
         if processes:
@@ -178,11 +211,15 @@ class Engine(Closable, Servable, Resumable, Updatable):
         self._residents, self._pipeline, self._prefill = first.residents, first.pipeline, first.prefill
         self._remember_given(model)
         self._reader = RequestReader(
-            self, vocab_size=self.vocab_size, hook_args=outer_args,
-            has_hook=logits_hook is not None, is_apart=prefill is not None, holdings=self._residents.holdings,
+            self,
+            vocab_size=self.vocab_size,
+            hook_args=outer_args,
+            has_hook=logits_hook is not None,
+            is_apart=prefill is not None,
+            holdings=self._residents.holdings,
             takes_adapters=logits_hook is not None or takes(model, ADAPTERS),
             most_tokens=count_most_tokens(config, keeps_tokens=any(x is not None for x in keepers)),
-        )  # fmt: skip
+        )
 
     # What there is.
 
@@ -255,14 +292,29 @@ class Engine(Closable, Servable, Resumable, Updatable):
     # Requests.
 
     def submit(
-        self, prompt: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, *, top_k: int = 0,
-        top_p: float = 1.0, min_p: float = 0.0, eos: int | Collection[int] | None = None,
-        salt: str | bytes | None = None, n: int = 1, logprobs: int | None = None, seed: int | None = None,
-        priority: int = 0, hook_args: Any = None, keep_prefix: KeepPrefix = True, adapter: int = 0,
-        stop: str | Collection[Collection[int] | str] | None = None, include_stop: bool = False,
-        tokenizer: TokenizerLike | None = None, on_token: Callable[[Request, int | None], Any] | None = None,
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        *,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        eos: int | Collection[int] | None = None,
+        salt: str | bytes | None = None,
+        n: int = 1,
+        logprobs: int | None = None,
+        seed: int | None = None,
+        priority: int = 0,
+        hook_args: Any = None,
+        keep_prefix: KeepPrefix = True,
+        adapter: int = 0,
+        stop: str | Collection[Collection[int] | str] | None = None,
+        include_stop: bool = False,
+        tokenizer: TokenizerLike | None = None,
+        on_token: Callable[[Request, int | None], Any] | None = None,
         prompt_logprobs: bool = False,
-    ) -> Request:  # fmt: skip
+    ) -> Request:
         """Adds a request to continue a prompt, for `step` and `run`. May be called from any thread, and meanwhile.
 
         Args:
@@ -298,11 +350,23 @@ class Engine(Closable, Servable, Resumable, Updatable):
         """
         self._turn.refuse_closed()
         samples = self._reader.read(
-            prompt, max_new_tokens, n, (temperature, top_k, top_p, min_p, seed), stop=stop, tokenizer=tokenizer,
-            prompt_logprobs=prompt_logprobs, eos=eos, salt=salt, logprobs=logprobs, adapter=adapter,
-            keep_prefix=keep_prefix, priority=priority, hook_args=hook_args, include_stop=include_stop,
+            prompt,
+            max_new_tokens,
+            n,
+            (temperature, top_k, top_p, min_p, seed),
+            stop=stop,
+            tokenizer=tokenizer,
+            prompt_logprobs=prompt_logprobs,
+            eos=eos,
+            salt=salt,
+            logprobs=logprobs,
+            adapter=adapter,
+            keep_prefix=keep_prefix,
+            priority=priority,
+            hook_args=hook_args,
+            include_stop=include_stop,
             on_token=on_token,
-        )  # fmt: skip
+        )
         self._refuse_full(len(samples))
         request = self._reader.make(samples)
         if not self._loop.is_busy:
@@ -378,10 +442,19 @@ class Engine(Closable, Servable, Resumable, Updatable):
             call_all(self._loop.warm(wanted, counts), progress)
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
-        eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-        seed: int | None = None, salt: str | bytes | None = None, n: int = 1,
-    ) -> Iterator[tuple[int, int]]:  # fmt: skip
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int] = 64,
+        temperature: float = 0.0,
+        eos: int | Collection[int] | None = None,
+        *,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        salt: str | bytes | None = None,
+        n: int = 1,
+    ) -> Iterator[tuple[int, int]]:
         """Yields `(prompt number, token)` as tokens come; `(i * n + j, token)` for sample j of prompt i, if n is not 1.
 
         Arguments are those of `generate`; all are checked before this returns. Closing the iterator early frees its
@@ -400,10 +473,19 @@ class Engine(Closable, Servable, Resumable, Updatable):
         return self._stream(news, requests)
 
     def recompute(
-        self, prompt: Sequence[int], output: Sequence[int], *, index: int = 0, temperature: float = 0.0, top_k: int = 0,
-        top_p: float = 1.0, min_p: float = 0.0, seed: int | None = None, hook_args: Any = None,
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        *,
+        index: int = 0,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        hook_args: Any = None,
         adapter: int = 0,
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Computes without any cache the tokens that the model chooses after `prompt` and each token of `output`.
 
         They equal `output` if `stream` yielded that for prompt number `index` with the same arguments, or its request.

@@ -23,21 +23,51 @@ ROOM = {
 
 @overload
 def generate(  # type: ignore[overload-overlap]
-    model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
-    eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-    seed: int = 0, n: Literal[1] = 1, progress: bool = False, **engine: Unpack[EngineOptions],
-) -> list[list[int]]: ...  # fmt: skip
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int] = 64,
+    temperature: float = 0.0,
+    eos: int | Collection[int] | None = None,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    n: Literal[1] = 1,
+    progress: bool = False,
+    **engine: Unpack[EngineOptions],
+) -> list[list[int]]: ...
 @overload
 def generate(
-    model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
-    eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-    seed: int = 0, n: int, progress: bool = False, **engine: Unpack[EngineOptions],
-) -> list[list[list[int]]]: ...  # fmt: skip
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int] = 64,
+    temperature: float = 0.0,
+    eos: int | Collection[int] | None = None,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    n: int,
+    progress: bool = False,
+    **engine: Unpack[EngineOptions],
+) -> list[list[list[int]]]: ...
 def generate(
-    model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
-    eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-    seed: int = 0, n: int = 1, progress: bool = False, **engine: Any,
-) -> list[Any]:  # fmt: skip
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int] = 64,
+    temperature: float = 0.0,
+    eos: int | Collection[int] | None = None,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    n: int = 1,
+    progress: bool = False,
+    **engine: Any,
+) -> list[Any]:
     """Continues prompts: token lists in, token lists out.
 
     Prompts of any length share one paged cache; waiting prompts take finished rows at once. The output of a prompt does
@@ -121,7 +151,7 @@ def _group(outputs: list[list[int]], n: int) -> Any:
 
 def _room(
     lengths: list[int], n: int, rows: int, max_seq_len: int, devices: int, block_size: int = BLOCK_SIZE
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Returns `max_tokens` for n sequences of each length, `rows` at once on each device, if all rows at `max_seq_len`
     take more."""
     longest = sorted(heapq.nlargest(rows, lengths) * min(n, rows), reverse=True)[:rows]  # all may be on one device

@@ -32,9 +32,17 @@ class RequestReader:
     """
 
     def __init__(
-        self, engine: Any, *, vocab_size: int | None, most_tokens: int, hook_args: HookArgs, has_hook: bool,
-        takes_adapters: bool, is_apart: bool, holdings: Holdings,
-    ):  # fmt: skip
+        self,
+        engine: Any,
+        *,
+        vocab_size: int | None,
+        most_tokens: int,
+        hook_args: HookArgs,
+        has_hook: bool,
+        takes_adapters: bool,
+        is_apart: bool,
+        holdings: Holdings,
+    ):
         self.engine = weakref.ref(engine)
         self.vocab_size, self.most_tokens = vocab_size, most_tokens
         self.hook_args, self.has_hook, self.takes_adapters, self.holdings = (
@@ -56,9 +64,17 @@ class RequestReader:
         return find_problem(prompt, max_new_tokens, self.most_tokens, self.vocab_size, self.holdings)
 
     def read(
-        self, prompt: Any, max_new_tokens: Any, n: Any, draw: Draw, *, stop: Any, tokenizer: Any,
-        prompt_logprobs: Any, **options: Any,
-    ) -> list[dict[str, Any]]:  # fmt: skip
+        self,
+        prompt: Any,
+        max_new_tokens: Any,
+        n: Any,
+        draw: Draw,
+        *,
+        stop: Any,
+        tokenizer: Any,
+        prompt_logprobs: Any,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
         """Returns the options of each sample of a request, for `make`. Raises ValueError.
 
         Args:
@@ -92,9 +108,16 @@ class RequestReader:
         return Request.several([self._make(self.numbers.take(), self.news, **options) for options in samples])
 
     def read_stream(
-        self, prompts: Sequence[Any], max_new_tokens: Any, n: Any, draw: Draw, *, eos: Any, salt: Any,
+        self,
+        prompts: Sequence[Any],
+        max_new_tokens: Any,
+        n: Any,
+        draw: Draw,
+        *,
+        eos: Any,
+        salt: Any,
         news: dict[Request, None],
-    ) -> list[list[Request]]:  # fmt: skip
+    ) -> list[list[Request]]:
         """Returns the samples of each prompt of a stream, numbered from 0 on. Raises ValueError for any of them."""
         n = integer("n", n, least=1, most=2**16)
         options: dict[str, Any] = {

@@ -67,9 +67,13 @@ class Trace:
         self.frames: list[Frame] = []
 
     def add(
-        self, cache: Cache, note: str = "", *, requests: Mapping[int, int] | None = None,
+        self,
+        cache: Cache,
+        note: str = "",
+        *,
+        requests: Mapping[int, int] | None = None,
         on_host: Mapping[int, int] | None = None,
-    ) -> Cache:  # fmt: skip
+    ) -> Cache:
         """Adds a frame, which waits for the cache to be computed. Returns the cache.
 
         Args:

@@ -39,9 +39,14 @@ class LockstepCores:
     """
 
     def __init__(
-        self, cores: Any, loops: list[EngineCore], processes: list[int], said: str, hook_args: HookArgs,
+        self,
+        cores: Any,
+        loops: list[EngineCore],
+        processes: list[int],
+        said: str,
+        hook_args: HookArgs,
         outer: HookArgs,
-    ):  # fmt: skip
+    ):
         check_agreement("Engine", said, processes)
         self.cores, self.loops, self.channel = cores, loops, Channel(processes)
         self.hook_args, self._outer_args = hook_args, outer

@@ -36,9 +36,13 @@ class PrefillServer:
     """
 
     def __init__(
-        self, submit: Callable[..., Request], loops: list[EngineCore], config: CacheConfig, model: str | None,
+        self,
+        submit: Callable[..., Request],
+        loops: list[EngineCore],
+        config: CacheConfig,
+        model: str | None,
         address: str,
-    ):  # fmt: skip
+    ):
         host, port = read_address("address", address)
         self._submit, self._loops = submit, loops
         self._hello = {
@@ -102,9 +106,14 @@ class PrefillServer:
         with self._lock:  # it may be computed before it is known who asked
             try:
                 request = self._submit(
-                    message["prompt"], 1, salt=parse_salt(*message["salt"]), adapter=message["adapter"],
-                    priority=message["priority"], keep_prefix=message["keep"], on_token=self._end,
-                )  # fmt: skip
+                    message["prompt"],
+                    1,
+                    salt=parse_salt(*message["salt"]),
+                    adapter=message["adapter"],
+                    priority=message["priority"],
+                    keep_prefix=message["keep"],
+                    on_token=self._end,
+                )
             except (ValueError, RuntimeError) as error:
                 line.send({"number": number, "error": str(error)})
             else:

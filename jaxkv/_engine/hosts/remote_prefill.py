@@ -126,11 +126,16 @@ class RemotePrefill:
         for sequence in self._held.first(max(room, 0)):
             self._held.remove(sequence)
             self._asked[self._count] = sequence
-            session.line.send({
-                "number": self._count, "prompt": sequence.tokens[:-1], "salt": render_salt(sequence.salt),
-                "adapter": sequence.adapter, "priority": sequence.priority,
-                "keep": sequence.shareable >= len(sequence.tokens) - 1,
-            })  # fmt: skip
+            session.line.send(
+                {
+                    "number": self._count,
+                    "prompt": sequence.tokens[:-1],
+                    "salt": render_salt(sequence.salt),
+                    "adapter": sequence.adapter,
+                    "priority": sequence.priority,
+                    "keep": sequence.shareable >= len(sequence.tokens) - 1,
+                }
+            )
             self._count += 1
 
     def _is_for(self, session: "_Session", sequence: Sequence) -> bool:

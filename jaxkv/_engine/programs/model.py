@@ -142,9 +142,13 @@ def check_shapes(model: Any, config: CacheConfig, *, is_divided: bool = False) -
 
 
 def _check_call(
-    structure: Any, leaves: list[Any], config: CacheConfig, tokens: tuple[int, ...], places: tuple[int, ...],
+    structure: Any,
+    leaves: list[Any],
+    config: CacheConfig,
+    tokens: tuple[int, ...],
+    places: tuple[int, ...],
     is_divided: bool,
-) -> int | None:  # fmt: skip
+) -> int | None:
     """Checks one call, and returns the size of the vocabulary; None if a model on a mesh could not be traced."""
     layout = "packed" if len(tokens) == 1 else "padded"
     problem: list[str] = []

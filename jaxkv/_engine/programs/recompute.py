@@ -34,9 +34,15 @@ def recompute_program(model: Any, hook: Hook | None, width: int) -> Any:
 
 
 def recompute(
-    model: Any, leaves: list[Any], hook: Hook | None, width: int, tokens: list[int], column: np.ndarray, kind: Kind,
+    model: Any,
+    leaves: list[Any],
+    hook: Hook | None,
+    width: int,
+    tokens: list[int],
+    column: np.ndarray,
+    kind: Kind,
     form: Form | None = None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Computes the token that the model chooses after each of `tokens`, without any cache.
 
     Args:

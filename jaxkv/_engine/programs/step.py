@@ -35,9 +35,13 @@ from jaxkv._engine.requests.sampling import Kind
 
 @share_programs
 def step_program(
-    structure: Any, model: Any, hook: Hook | None, leave: bool, deterministic: bool = False,
+    structure: Any,
+    model: Any,
+    hook: Hook | None,
+    leave: bool,
+    deterministic: bool = False,
     place: NamedSharding | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Compiles the step of a model and a cache given as structures of pytrees: engines with equal ones share it.
 
     A `cache_program` with the arguments `leaves, memory, rows, tokens, kind=, count=, steps=`: the model's leaves,
@@ -50,18 +54,31 @@ def step_program(
     """
 
     def program(
-        cache, leaves, memory, rows, tokens, targets=None, *, kind: Kind, count: int, steps: int, verify: int = 0,
+        cache,
+        leaves,
+        memory,
+        rows,
+        tokens,
+        targets=None,
+        *,
+        kind: Kind,
+        count: int,
+        steps: int,
+        verify: int = 0,
         form=None,
-    ):  # fmt: skip
+    ):
         inner = functools.partial(verify_drafts, Drafts(verify, rows[GUESSED])) if verify else _step
         if tokens is not None and tokens.ndim == 2:
             tokens, parents = tokens
             inner = functools.partial(verify_trees, Drafts(verify, rows[GUESSED], parents))
         asked = Asked.unpack(rows, form)
         answer = functools.partial(
-            logits_at, jax.tree.unflatten(model, leaves), cascade=not (leave or deterministic), adapters=asked.adapters,
+            logits_at,
+            jax.tree.unflatten(model, leaves),
+            cascade=not (leave or deterministic),
+            adapters=asked.adapters,
             deterministic=deterministic,
-        )  # fmt: skip
+        )
         run = functools.partial(_run, answer, targets=targets)
         compute = functools.partial(inner, run, TokenChoice(hook, asked, kind, count))
 

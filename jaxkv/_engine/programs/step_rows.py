@@ -126,7 +126,7 @@ def hooked(hook: Hook, logits: jax.Array, rows: StepRows) -> jax.Array:
 
 def column_of(
     choice: SamplingParams, number: int, prompt: int, adapter: int, leaves: list[np.ndarray] | None, hook_args: HookArgs
-) -> tuple[np.ndarray, Form | None]:  # fmt: skip
+) -> tuple[np.ndarray, Form | None]:
     """Returns one column of a step's `rows`, for a request at its beginning, and the form of its last fields."""
     form = hook_args.form
     column = np.zeros(NUM_FIELDS, np.int32)

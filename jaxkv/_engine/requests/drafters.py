@@ -132,7 +132,7 @@ class NGrams:
 
 def read_draft(
     draft: Any, draft_tokens: Any, draft_branches: Any, model: Any, hook: Any, steps_per_dispatch: int
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Returns the draft tokens of a step (0: no drafting) and their branches. Raises ValueError."""
     branches = integer("draft_branches", draft_branches, least=1, most=64)
     count = integer("draft_tokens", draft_tokens, least=1, most=64)

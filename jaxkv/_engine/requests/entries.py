@@ -37,9 +37,13 @@ def render_request(request: Request, hook_args: HookArgs) -> dict[str, Any]:
 
 
 def read_request(
-    entry: dict[str, Any], hook_args: HookArgs, *, read_adapter: Callable[[Any], int], make: type[Request] = Request,
+    entry: dict[str, Any],
+    hook_args: HookArgs,
+    *,
+    read_adapter: Callable[[Any], int],
+    make: type[Request] = Request,
     **options: Any,
-) -> Request:  # fmt: skip
+) -> Request:
     """Returns the request of an entry, made by `make` with further `options`.
 
     Raises:
@@ -47,20 +51,29 @@ def read_request(
     """
     choice = entry["choice"]
     request = make(
-        number=integer("number", entry["number"], least=0), prompt=_read_tokens(entry["prompt"]),
-        limit=integer("limit", entry["limit"], least=0), eos=read_eos(entry["eos"]),
+        number=integer("number", entry["number"], least=0),
+        prompt=_read_tokens(entry["prompt"]),
+        limit=integer("limit", entry["limit"], least=0),
+        eos=read_eos(entry["eos"]),
         choice=SamplingParams.read(
-            choice["temperature"], choice["top_k"], choice["top_p"], choice.get("min_p", 0.0), choice["seed"],
+            choice["temperature"],
+            choice["top_k"],
+            choice["top_p"],
+            choice.get("min_p", 0.0),
+            choice["seed"],
             choice.get("draws"),
         ),
         salt=parse_salt(*entry["salt"]),
         num_logprobs=_read_num_logprobs(entry["num_logprobs"]),
         priority=integer("priority", entry.get("priority", 0), least=None, most=None),
         hook_args=hook_args.read(from_json(entry.get("hook_args"))),
-        keep_prefix=read_keep_prefix(entry.get("keep_prefix", True)), adapter=read_adapter(entry.get("adapter", 0)),
+        keep_prefix=read_keep_prefix(entry.get("keep_prefix", True)),
+        adapter=read_adapter(entry.get("adapter", 0)),
         stops=read_stops(entry.get("stop", []), None, ()),
-        include_stop=flag("include_stop", entry.get("include_stop", False)), is_scored="scores" in entry, **options,
-    )  # fmt: skip
+        include_stop=flag("include_stop", entry.get("include_stop", False)),
+        is_scored="scores" in entry,
+        **options,
+    )
     if request.scores is not None:
         request.scores.note(0, np.array(list(map(float, entry["scores"])), np.float32))
     request.output = _read_tokens(entry["tokens"])

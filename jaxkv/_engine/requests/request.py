@@ -53,12 +53,26 @@ class Request:
     """
 
     def __init__(
-        self, *, number: int, prompt: list[int], limit: int, choice: SamplingParams, eos: frozenset[int],
-        salt: str | bytes | None, num_logprobs: int | None, news: "dict[Request, None]",
-        engine: Callable[[], Any] = lambda: None, priority: int = 0, hook_args: list[np.ndarray] | None = None,
-        keep_prefix: KeepPrefix = True, adapter: int = 0, stops: Sequence[Stops] = (), include_stop: bool = False,
-        on_token: "Callable[[Request, int | None], Any] | None" = None, is_scored: bool = False,
-    ):  # fmt: skip
+        self,
+        *,
+        number: int,
+        prompt: list[int],
+        limit: int,
+        choice: SamplingParams,
+        eos: frozenset[int],
+        salt: str | bytes | None,
+        num_logprobs: int | None,
+        news: "dict[Request, None]",
+        engine: Callable[[], Any] = lambda: None,
+        priority: int = 0,
+        hook_args: list[np.ndarray] | None = None,
+        keep_prefix: KeepPrefix = True,
+        adapter: int = 0,
+        stops: Sequence[Stops] = (),
+        include_stop: bool = False,
+        on_token: "Callable[[Request, int | None], Any] | None" = None,
+        is_scored: bool = False,
+    ):
         self.number, self.prompt, self.limit = number, prompt, limit
         self.choice, self.eos, self.salt, self.num_logprobs = choice, eos, salt, num_logprobs
         self.priority, self.hook_args, self.keep_prefix, self.adapter = priority, hook_args, keep_prefix, adapter
@@ -94,10 +108,20 @@ class Request:
         if len(samples) == 1:
             return first
         both = cls(
-            number=first.number, prompt=first.prompt, limit=first.limit, choice=first.choice, eos=first.eos,
-            salt=first.salt, num_logprobs=first.num_logprobs, news=first.news, engine=first.engine,
-            priority=first.priority, hook_args=first.hook_args, keep_prefix=first.keep_prefix, adapter=first.adapter,
-        )  # fmt: skip
+            number=first.number,
+            prompt=first.prompt,
+            limit=first.limit,
+            choice=first.choice,
+            eos=first.eos,
+            salt=first.salt,
+            num_logprobs=first.num_logprobs,
+            news=first.news,
+            engine=first.engine,
+            priority=first.priority,
+            hook_args=first.hook_args,
+            keep_prefix=first.keep_prefix,
+            adapter=first.adapter,
+        )
         for sample in samples[1:]:
             sample._first = first
         both._samples, both.times = tuple(samples), first.times

@@ -30,7 +30,7 @@ class SamplingParams:
     @classmethod
     def read(
         cls, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, draws: Any = None
-    ) -> "SamplingParams":  # fmt: skip
+    ) -> "SamplingParams":
         """Makes the choice that a caller asks for. Raises ValueError."""
         temperature = real("temperature", temperature, least=0, most=float(np.finfo(np.float32).max))
         top_k, top_p = integer("top_k", top_k, least=0), real("top_p", top_p, most=1)

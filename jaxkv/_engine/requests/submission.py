@@ -43,7 +43,7 @@ def count_most_tokens(config: CacheConfig, *, keeps_tokens: bool) -> int:
 
 def find_problem(
     prompt: Any, max_new_tokens: Any, most_tokens: int, vocab_size: int | None, holdings: Holdings
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Returns why a prompt cannot be continued in a cache with rows of at most `most_tokens`, or None."""
     tokens = read_prompt(prompt)
     if isinstance(tokens, str):

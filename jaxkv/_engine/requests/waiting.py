@@ -55,9 +55,12 @@ def copy_error(error: Exception) -> Exception:
 
 
 def wait_until(
-    is_true: Callable[[], bool], listeners: Iterable[dict[Callable[[], Any], None]], engine: Callable[[], Any],
-    timeout: float | None, what: str,
-) -> None:  # fmt: skip
+    is_true: Callable[[], bool],
+    listeners: Iterable[dict[Callable[[], Any], None]],
+    engine: Callable[[], Any],
+    timeout: float | None,
+    what: str,
+) -> None:
     """Waits until something holds, and takes the engine's steps while nobody else does.
 
     Raises:
@@ -108,8 +111,11 @@ def iterate(request: Any) -> Iterator[int]:
             lambda given=given: (  # type: ignore[misc]
                 first.done or given < first.num_visible or times < first.num_restarts
             ),
-            [first.listeners], first.engine, None, f"Request {request.number} has not ended",
-        )  # fmt: skip
+            [first.listeners],
+            first.engine,
+            None,
+            f"Request {request.number} has not ended",
+        )
     first.raise_error()
 
 

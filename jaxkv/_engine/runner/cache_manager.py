@@ -33,9 +33,15 @@ class CacheManager:
     """
 
     def __init__(
-        self, config: CacheConfig, model: Any, *, prefix: PrefixCache | None, swap: Swap, host_bandwidth: float,
+        self,
+        config: CacheConfig,
+        model: Any,
+        *,
+        prefix: PrefixCache | None,
+        swap: Swap,
+        host_bandwidth: float,
         eviction: Eviction | None = None,
-    ):  # fmt: skip
+    ):
         self.config, self.prefix, self.eviction, self.block_size = config, prefix, eviction, config.block_size
         self.device, self.room, self.states = DeviceCache(config, model), Room(), StateKeeper(config, prefix)
         self.prefix_rows = PrefixRows(prefix, config, self.device, self.room, self.states)

@@ -24,8 +24,15 @@ MOST_FLIGHTS = 2  # in-flight steps: one that runs, and one that waits for it
 
 # No token is chosen here, so this is the cheapest choice.
 _NOBODY = Request(
-    number=0, prompt=[0], limit=1, choice=SamplingParams(), eos=frozenset(), salt=None, num_logprobs=None, news={},
-)  # fmt: skip
+    number=0,
+    prompt=[0],
+    limit=1,
+    choice=SamplingParams(),
+    eos=frozenset(),
+    salt=None,
+    num_logprobs=None,
+    news={},
+)
 
 
 class PromptComputer(Protocol):
@@ -94,9 +101,14 @@ class Prefill:
     """
 
     def __init__(
-        self, model: Any, config: CacheConfig, step_tokens: int, long_prefill_tokens: int | None, target: CacheManager,
+        self,
+        model: Any,
+        config: CacheConfig,
+        step_tokens: int,
+        long_prefill_tokens: int | None,
+        target: CacheManager,
         deterministic: bool = False,
-    ):  # fmt: skip  # fmt: skip
+    ):
         self.step_tokens, self.long_prefill_tokens, self.target = step_tokens, long_prefill_tokens, target
         bandwidth = target.swapping.host_bandwidth
         self.residents = CacheManager(config, model, prefix=None, swap="never", host_bandwidth=bandwidth)
@@ -186,9 +198,15 @@ class Prefill:
     def _begin(self, sequence: Sequence) -> None:
         tokens = sequence.tokens[:-1]
         own = Sequence(
-            tokens, len(tokens), sequence.salt, _NOBODY, len(tokens), priority=sequence.priority,
-            arrival=sequence.arrival, adapter=sequence.adapter,
-        )  # fmt: skip
+            tokens,
+            len(tokens),
+            sequence.salt,
+            _NOBODY,
+            len(tokens),
+            priority=sequence.priority,
+            arrival=sequence.arrival,
+            adapter=sequence.adapter,
+        )
         self._own[sequence] = own
         self.scheduler.waiting.add(own)
 

@@ -31,9 +31,15 @@ class EngineCore:
     """
 
     def __init__(
-        self, residents: CacheManager, pipeline: ModelRunner, step_tokens: int, long_prefill_tokens: int | None,
-        steps_per_dispatch: int, drafter: Drafter | None, prefill: PromptComputer | None,
-    ):  # fmt: skip
+        self,
+        residents: CacheManager,
+        pipeline: ModelRunner,
+        step_tokens: int,
+        long_prefill_tokens: int | None,
+        steps_per_dispatch: int,
+        drafter: Drafter | None,
+        prefill: PromptComputer | None,
+    ):
         self.residents, self.pipeline, self.drafter, self.prefill = residents, pipeline, drafter, prefill
         self.step_tokens, self.long_prefill_tokens = step_tokens, long_prefill_tokens
         self.steps_per_dispatch = steps_per_dispatch
@@ -416,6 +422,12 @@ def make_sequence(request: Request) -> Sequence:
     tokens = [*request.prompt, *request.output]
     shareable = {True: math.inf, False: 0, "prompt": len(request.prompt)}[request.keep_prefix]
     return Sequence(
-        tokens, limit, request.salt, request, len(request.prompt), priority=request.priority, shareable=shareable,
+        tokens,
+        limit,
+        request.salt,
+        request,
+        len(request.prompt),
+        priority=request.priority,
+        shareable=shareable,
         adapter=request.adapter,
-    )  # fmt: skip
+    )

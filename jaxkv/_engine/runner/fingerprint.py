@@ -14,9 +14,14 @@ from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 
 
 def make_prefix(
-    model: Any, config: CacheConfig, prefix_cache: Any, spill_bytes: Any, disk: Any, disk_bytes: Any,
+    model: Any,
+    config: CacheConfig,
+    prefix_cache: Any,
+    spill_bytes: Any,
+    disk: Any,
+    disk_bytes: Any,
     snapshot_bytes: Any = None,
-) -> PrefixCache | None:  # fmt: skip
+) -> PrefixCache | None:
     """Makes the `PrefixCache` that an engine's options ask for. Raises ValueError for invalid options."""
     spill_bytes = int(real("spill_bytes", spill_bytes, least=0))
     if not flag("prefix_cache", prefix_cache):

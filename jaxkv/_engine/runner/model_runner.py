@@ -58,17 +58,28 @@ class ModelRunner:
     """Sends the model's steps without waiting for the one before: tokens stay on the device, too."""
 
     def __init__(
-        self, model: Any, residents: CacheManager, hook: Hook | None, step_tokens: int, draft_tokens: int,
-        branches: int = 1, hook_args: HookArgs | None = None, deterministic: bool = False,
-    ):  # fmt: skip
+        self,
+        model: Any,
+        residents: CacheManager,
+        hook: Hook | None,
+        step_tokens: int,
+        draft_tokens: int,
+        branches: int = 1,
+        hook_args: HookArgs | None = None,
+        deterministic: bool = False,
+    ):
         self.residents, self.hook = residents, hook
         self.hook_args = hook_args or HookArgs()
         # Flattening a model takes longer than a step.
         self.leaves, self.structure = jax.tree.flatten(model)
         self._program = step_program(
-            jax.tree.structure(residents.cache), self.structure, hook, residents.prefix is None, deterministic,
+            jax.tree.structure(residents.cache),
+            self.structure,
+            hook,
+            residents.prefix is None,
+            deterministic,
             residents.device.shared,
-        )  # fmt: skip
+        )
         # Sizes of packed steps: few, since each is a program to compile. A step that fills a quarter of its slots takes
         # no longer on a chip, and on a CPU less than compiling another program.
         self.sizes = [step_tokens]
@@ -273,9 +284,16 @@ class ModelRunner:
         return calls
 
     def _call(
-        self, rows: np.ndarray, tokens: np.ndarray | None, kind: Kind, count: int, steps: int, verify: int,
-        form: Form | None, targets: np.ndarray | None = None,
-    ) -> Result:  # fmt: skip
+        self,
+        rows: np.ndarray,
+        tokens: np.ndarray | None,
+        kind: Kind,
+        count: int,
+        steps: int,
+        verify: int,
+        form: Form | None,
+        targets: np.ndarray | None = None,
+    ) -> Result:
         numbers, *out = self.residents.call(
             self._program,
             self.leaves,

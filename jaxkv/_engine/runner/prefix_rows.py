@@ -22,7 +22,7 @@ class PrefixRows:
 
     def __init__(
         self, prefix: PrefixCache | None, config: CacheConfig, device: DeviceCache, room: Room, states: StateKeeper
-    ):  # fmt: skip
+    ):
         self.prefix, self.config, self.device, self.room, self.states = prefix, config, device, room, states
 
     def pinned(self) -> list[int]:
@@ -39,9 +39,14 @@ class PrefixRows:
             assert sequence.row is not None
             states = self.states.hand_over(sequence, most)
             self.device.cache, sequence.offered = self.prefix.insert_more(
-                self.device.cache, sequence.row, sequence.tokens, most, sequence.offered, states=states,
+                self.device.cache,
+                sequence.row,
+                sequence.tokens,
+                most,
+                sequence.offered,
+                states=states,
                 **sequence.identity,
-            )  # fmt: skip
+            )
 
     def offer_shared(self, sequence: Sequence, shared: int, source: Sequence | None) -> None:
         """Offers the first tokens of a running sequence, which another that begins shares with it."""

@@ -17,9 +17,15 @@ class SwapPolicy:
     at `host_bandwidth` bytes/s, or to compute its tokens at the rate of the fastest step so far."""
 
     def __init__(
-        self, swap: Swap, host_bandwidth: float, config: CacheConfig, holdings: Holdings, eviction: Eviction | None, *,
+        self,
+        swap: Swap,
+        host_bandwidth: float,
+        config: CacheConfig,
+        holdings: Holdings,
+        eviction: Eviction | None,
+        *,
         has_prefix: bool,
-    ):  # fmt: skip
+    ):
         self.swap, self.host_bandwidth, self.has_prefix = swap, host_bandwidth, has_prefix
         self.config, self.holdings, self.eviction = config, holdings, eviction
         self.measured: float | None = None  # seconds a token of the fastest step so far

@@ -21,9 +21,12 @@ AT_ONCE = 64  # blocks that `flush` reads from the device in one transfer
 
 
 def open_disk(
-    config: CacheConfig, spill_bytes: int, folder: str | os.PathLike | BlockFiles | None, disk_bytes: float | None,
+    config: CacheConfig,
+    spill_bytes: int,
+    folder: str | os.PathLike | BlockFiles | None,
+    disk_bytes: float | None,
     model: str | None,
-) -> BlockFiles | None:  # fmt: skip
+) -> BlockFiles | None:
     """Opens the files for the options of a `PrefixCache`, or returns another one's, if given in place of a folder.
     Raises ValueError for invalid options."""
     if isinstance(folder, BlockFiles):
@@ -105,7 +108,7 @@ def recall(index: PrefixIndex, root: Node, tokens: Sequence[int]) -> tuple[list[
 
 def _can_recall(
     index: PrefixIndex, there: Sequence[np.ndarray], on_disk: Sequence[np.ndarray], room: int
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Returns `bool[n + 1]`: after how many nodes a row can go on, with disk blocks that fit on the host."""
     found = can_serve(index.config, [tables | d for tables, d in zip(there, on_disk, strict=True)])
     counts, taken = np.arange(found.size), np.zeros(found.size, np.int64)

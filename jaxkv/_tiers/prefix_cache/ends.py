@@ -162,7 +162,7 @@ class Ends:
 
     def least_needed(
         self, groups: Sequence[int], go_first: Callable[[Node], bool] | None = None
-    ) -> Iterator[tuple[Node, int]]:  # fmt: skip
+    ) -> Iterator[tuple[Node, int]]:
         """Yields `(node, group)` for all blocks of groups, in the order of eviction, ends of chains first.
 
         Args:

@@ -45,9 +45,14 @@ class PrefixIndex:
     """
 
     def __init__(
-        self, config: CacheConfig, spill_bytes: int, hash_function: Callable[[Any], Hashable],
-        disk: BlockFiles | None = None, owner: bytes = b"", snapshots: Snapshots | None = None,
-    ):  # fmt: skip
+        self,
+        config: CacheConfig,
+        spill_bytes: int,
+        hash_function: Callable[[Any], Hashable],
+        disk: BlockFiles | None = None,
+        owner: bytes = b"",
+        snapshots: Snapshots | None = None,
+    ):
         self.config, self.block_size = config, config.block_size
         self.spill_bytes, self.hash_function = spill_bytes, hash_function
         self.disk, self.owner = disk, owner  # the tier below the host; the model's name, for digests
@@ -108,9 +113,15 @@ class PrefixIndex:
             if found is None:
                 groups = len(self.kept)
                 found = Node(
-                    node, block, self.hash_function((node.hash, block)), [NULL_BLOCK] * groups, [None] * groups,
-                    digest_of(node.digest, block), node.identity, node.depth + 1,
-                )  # fmt: skip
+                    node,
+                    block,
+                    self.hash_function((node.hash, block)),
+                    [NULL_BLOCK] * groups,
+                    [None] * groups,
+                    digest_of(node.digest, block),
+                    node.identity,
+                    node.depth + 1,
+                )
                 node.is_fork |= node.num_children > 0
                 self.nodes[found.label] = found
                 self._link(found)
@@ -153,9 +164,14 @@ class PrefixIndex:
         return [labels.copy() for labels in known]
 
     def hold(
-        self, kept: Sequence[np.ndarray], *, hosted: Iterable[tuple[Node, int, Any]] = (), chain: Sequence[Node] = (),
-        pruned: Sequence[Node] = (), after: Node | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        kept: Sequence[np.ndarray],
+        *,
+        hosted: Iterable[tuple[Node, int, Any]] = (),
+        chain: Sequence[Node] = (),
+        pruned: Sequence[Node] = (),
+        after: Node | None = None,
+    ) -> None:
         """Updates the nodes: blocks of `kept` on the device, and each `(node, group, contents)` on the host.
 
         Blocks on the device are dropped from the host. Nodes left empty are forgotten, those among `pruned` too.

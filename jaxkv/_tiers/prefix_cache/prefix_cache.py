@@ -82,10 +82,17 @@ class PrefixCache:
     """
 
     def __init__(
-        self, config: CacheConfig, *, spill_bytes: float = 0, max_pinned: float = 0.5,
-        hash_function: Callable[[Any], Hashable] = hash, disk: str | os.PathLike | BlockFiles | None = None,
-        disk_bytes: float | None = None, model: str | None = None, snapshot_bytes: float | None = None,
-    ):  # fmt: skip
+        self,
+        config: CacheConfig,
+        *,
+        spill_bytes: float = 0,
+        max_pinned: float = 0.5,
+        hash_function: Callable[[Any], Hashable] = hash,
+        disk: str | os.PathLike | BlockFiles | None = None,
+        disk_bytes: float | None = None,
+        model: str | None = None,
+        snapshot_bytes: float | None = None,
+    ):
         check_config(config)
         if config.contiguous:
             raise ValueError('A PrefixCache needs layout="paged": in the contiguous layout rows share no blocks.')
@@ -119,9 +126,13 @@ class PrefixCache:
     # Using it.
 
     def match(
-        self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None,
+        self,
+        tokens: Sequence[int],
+        *,
+        salt: str | bytes | None = None,
+        adapter: str | None = None,
         is_repeat: bool = False,
-    ) -> Match:  # fmt: skip
+    ) -> Match:
         """Finds the cached prefix of a prompt: whole blocks, and never the prompt's last token.
 
         Layers with a sliding window need only the blocks that the next token sees, leading ones that they keep too.
@@ -198,9 +209,14 @@ class PrefixCache:
         return self._commit(change, chain, counts=saved), states
 
     def insert(
-        self, cache: Cache, row: int, tokens: Sequence[int], *, salt: str | bytes | None = None,
+        self,
+        cache: Cache,
+        row: int,
+        tokens: Sequence[int],
+        *,
+        salt: str | bytes | None = None,
         adapter: str | None = None,
-    ) -> Cache:  # fmt: skip
+    ) -> Cache:
         """Indexes a row's full blocks.
 
         Args:
@@ -222,9 +238,17 @@ class PrefixCache:
         return self.insert_more(cache, row, tokens, len(tokens), None, salt=salt, adapter=adapter, states=states)[0]
 
     def insert_more(
-        self, cache: Cache, row: int, tokens: list[int], count: int, after: Node | None, *,
-        salt: str | bytes | None = None, adapter: str | None = None, states: Mapping[int, Any] | None = None,
-    ) -> tuple[Cache, Node | None]:  # fmt: skip
+        self,
+        cache: Cache,
+        row: int,
+        tokens: list[int],
+        count: int,
+        after: Node | None,
+        *,
+        salt: str | bytes | None = None,
+        adapter: str | None = None,
+        states: Mapping[int, Any] | None = None,
+    ) -> tuple[Cache, Node | None]:
         """Does `insert` of a row's first `count` tokens, for an engine whose rows grow: what was indexed is not looked
         at again.
 
@@ -465,9 +489,13 @@ class PrefixCache:
         return self._index.root(identity)
 
     def _commit(
-        self, change: Change, chain: Sequence[Node] = (), *, after: Node | None = None,
+        self,
+        change: Change,
+        chain: Sequence[Node] = (),
+        *,
+        after: Node | None = None,
         counts: Mapping[str, int] | None = None,
-    ) -> Cache:  # fmt: skip
+    ) -> Cache:
         """Does the last step of every change."""
         self._index.hold(change.kept, hosted=change.spilled, chain=chain, after=after)
         for name, count in (change.counts | dict(counts or {})).items():

@@ -47,9 +47,11 @@ def attach(
     here = jnp.arange(tables.lengths.shape[0], dtype=jnp.int32) == row
     tables = replace_entries(tables, jnp.where(here[:, None], entries[None], tables.tables))
     return dataclasses.replace(
-        tables, lengths=jnp.where(here, length, tables.lengths), new=jnp.where(here, np.int32(0), tables.new),
+        tables,
+        lengths=jnp.where(here, length, tables.lengths),
+        new=jnp.where(here, np.int32(0), tables.new),
         skipped=None if tables.skipped is None else jnp.where(here, skipped, tables.skipped),
-    )  # fmt: skip
+    )
 
 
 def warm(cache: Cache) -> None:

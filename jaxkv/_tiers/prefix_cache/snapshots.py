@@ -52,7 +52,7 @@ class Snapshots:
 
     def __init__(
         self, config: CacheConfig, most_bytes: float | None, spill_bytes: float = 0, disk: BlockFiles | None = None
-    ):  # fmt: skip
+    ):
         self.block_size, self.state_bytes = config.block_size, config.bytes_per_state
         if most_bytes is None:
             least = max(2 * self.state_bytes, min(LEAST * config.max_seqs * self.state_bytes, LEAST_BYTES))

@@ -52,9 +52,15 @@ class Block(nnx.Module):
         return [part for part in (self.attention, self.mixer) if part is not None]
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, cache: Cache | None, layers: Sequence[Any], step: Step | None,
-        deterministic: bool = False, own: jax.Array | None = None,
-    ):  # fmt: skip
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        cache: Cache | None,
+        layers: Sequence[Any],
+        step: Step | None,
+        deterministic: bool = False,
+        own: jax.Array | None = None,
+    ):
         """Computes the block.
 
         Args:

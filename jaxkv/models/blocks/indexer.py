@@ -41,7 +41,7 @@ class Indexer(nnx.Module):
 
     def __init__(
         self, index: IndexConfig, latent: LatentConfig, embed_dim: int, rope: Rope, dtype: Any, rngs: nnx.Rngs
-    ):  # fmt: skip
+    ):
         def weight(num_inputs: int, *outputs: int) -> nnx.Param:
             init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
             return nnx.Param(init(rngs.params(), (*outputs, num_inputs), dtype))
@@ -69,9 +69,7 @@ class Indexer(nnx.Module):
         weights = project("...e,he->...h", x, self.weights).astype(jnp.float32) * (index.heads * index.dim) ** -0.5
         return IndexInputs(rotated_q, weights, rotated_k[..., 0, :])
 
-    def choose(
-        self, inputs: IndexInputs, cache: Any, layer: Any, step: Step | None
-    ) -> tuple[Any, jax.Array | None]:  # fmt: skip
+    def choose(self, inputs: IndexInputs, cache: Any, layer: Any, step: Step | None) -> tuple[Any, jax.Array | None]:
         """Stores the step's index keys and returns the cache, and the chosen tokens; None: all, where a row cannot hold
         more than `top_k`."""
         q, weights, k = inputs

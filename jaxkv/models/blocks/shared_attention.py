@@ -23,9 +23,7 @@ class SharedAttention(Attention):
       **options: those of `Attention`.
     """
 
-    def __init__(
-        self, *args: Any, owner: int | None, values_are_keys: bool, value_eps: float | None, **options: Any
-    ):  # fmt: skip
+    def __init__(self, *args: Any, owner: int | None, values_are_keys: bool, value_eps: float | None, **options: Any):
         super().__init__(*args, **options)
         self.owner, self.value_eps = owner, value_eps
         if owner is not None:

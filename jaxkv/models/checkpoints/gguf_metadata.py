@@ -142,9 +142,10 @@ def find_ends(metadata: Mapping[str, Any]) -> list[int]:
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     tokens, types = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
     known = (
-        i for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        i
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
         if kind in (CONTROL, USER_DEFINED) and token in ENDS
-    )  # fmt: skip
+    )
     return list(dict.fromkeys([token for token in named if token is not None] + list(known)))
 
 

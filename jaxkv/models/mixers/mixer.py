@@ -28,9 +28,14 @@ class MixerModule(nnx.Module):
 
 
 def convolve(
-    x: jax.Array, kernel: jax.Array, bias: jax.Array | None, activation: str | None, cache: Any, layer: Any,
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    activation: str | None,
+    cache: Any,
+    layer: Any,
     step: Step | None,
-) -> tuple[jax.Array, Any]:  # fmt: skip
+) -> tuple[jax.Array, Any]:
     """Computes `jaxkv.causal_conv`, or without a cache the convolution of whole rows."""
     if cache is not None:
         return mixers.causal_conv(x, kernel, cache, layer, bias=bias, activation=activation, step=step)

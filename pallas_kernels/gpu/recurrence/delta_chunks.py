@@ -52,9 +52,15 @@ class DeltaBuffers(NamedTuple):
 
 
 def run_delta_chunks(
-    arrays: dict[str, jax.Array], out: jax.ShapeDtypeStruct, states: jax.Array, rows: jax.Array,
-    snapshots: jax.Array | None, every: int | None, *, interpret: InterpretParams = None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    arrays: dict[str, jax.Array],
+    out: jax.ShapeDtypeStruct,
+    states: jax.Array,
+    rows: jax.Array,
+    snapshots: jax.Array | None,
+    every: int | None,
+    *,
+    interpret: InterpretParams = None,
+) -> tuple[jax.Array, jax.Array]:
     """Runs a step's tokens over the states of their rows, as `tokens.update_states` does.
 
     Args:
@@ -184,17 +190,22 @@ def run_delta_chunks(
 
     def gated_delta_rule_chunks(*refs):  # the name that profiles and dumps show
         buffers = DeltaBuffers(
-            (landing(CHUNK, keys),) * 2, (operand(CHUNK, keys),) * 2, (operand(max(keys, 2 * CHUNK), WIDTH),) * 2,
+            (landing(CHUNK, keys),) * 2,
+            (operand(CHUNK, keys),) * 2,
+            (operand(max(keys, 2 * CHUNK), WIDTH),) * 2,
             landing(CHUNK, WIDTH),
-        )  # fmt: skip
+        )
         barriers = plgpu.Barrier(num_arrivals=2), plgpu.Barrier()
         scratch = buffers, plgpu.SMEM((CHUNK,), jnp.float32), barriers
         pl.run_scoped(lambda *scratch: kernel(*refs, *scratch), *scratch)
 
     ref = jax.new_ref(states)
     (y,) = plgpu.kernel(
-        gated_delta_rule_chunks, out_type=(out,),
-        grid=(rows.shape[0], num_heads, values // WIDTH), grid_names=("row", "head", "part"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024), interpret=interpret,
-    )(ref, rows, *(() if snapshots is None else (snapshots,)), *arrays.values())  # fmt: skip
+        gated_delta_rule_chunks,
+        out_type=(out,),
+        grid=(rows.shape[0], num_heads, values // WIDTH),
+        grid_names=("row", "head", "part"),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+        interpret=interpret,
+    )(ref, rows, *(() if snapshots is None else (snapshots,)), *arrays.values())
     return y, jax.freeze(ref)

@@ -49,9 +49,15 @@ class SpaceBuffers(NamedTuple):
 
 
 def run_space_chunks(
-    arrays: dict[str, jax.Array], out: jax.ShapeDtypeStruct, states: jax.Array, rows: jax.Array,
-    snapshots: jax.Array | None, every: int | None, *, interpret: InterpretParams = None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    arrays: dict[str, jax.Array],
+    out: jax.ShapeDtypeStruct,
+    states: jax.Array,
+    rows: jax.Array,
+    snapshots: jax.Array | None,
+    every: int | None,
+    *,
+    interpret: InterpretParams = None,
+) -> tuple[jax.Array, jax.Array]:
     """Runs a step's tokens over the states of their rows, as `tokens.update_states` does.
 
     Args:
@@ -128,16 +134,22 @@ def run_space_chunks(
     def state_space_chunks(*refs):  # the name that profiles and dumps show
         sizes = (CHUNK, WIDTH), (CHUNK, keys), (CHUNK, keys)
         buffers = SpaceBuffers(
-            tuple(landing(*shape) for shape in sizes), tuple(operand(*shape) for shape in sizes),
-            (operand(CHUNK, keys),) * 2, (operand(*SQUARE),) * 2, landing(CHUNK, WIDTH),
-        )  # fmt: skip
+            tuple(landing(*shape) for shape in sizes),
+            tuple(operand(*shape) for shape in sizes),
+            (operand(CHUNK, keys),) * 2,
+            (operand(*SQUARE),) * 2,
+            landing(CHUNK, WIDTH),
+        )
         scratch = buffers, plgpu.SMEM((CHUNK,), jnp.float32), plgpu.Barrier(num_arrivals=len(sizes))
         pl.run_scoped(lambda *scratch: kernel(*refs, *scratch), *scratch)
 
     ref = jax.new_ref(states)
     (y,) = plgpu.kernel(
-        state_space_chunks, out_type=(out,),
-        grid=(rows.shape[0], num_heads, values // WIDTH), grid_names=("row", "head", "part"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024), interpret=interpret,
-    )(ref, rows, *(() if snapshots is None else (snapshots,)), *arrays.values())  # fmt: skip
+        state_space_chunks,
+        out_type=(out,),
+        grid=(rows.shape[0], num_heads, values // WIDTH),
+        grid_names=("row", "head", "part"),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+        interpret=interpret,
+    )(ref, rows, *(() if snapshots is None else (snapshots,)), *arrays.values())
     return y, jax.freeze(ref)

@@ -83,10 +83,17 @@ class Recurrence:
 
 
 def update_states(
-    recurrence: Recurrence, arrays: dict[str, jax.Array], out: jax.ShapeDtypeStruct, states: jax.Array,
-    rows: jax.Array, snapshots: jax.Array | None, every: int | None, *, most_tokens: int,
+    recurrence: Recurrence,
+    arrays: dict[str, jax.Array],
+    out: jax.ShapeDtypeStruct,
+    states: jax.Array,
+    rows: jax.Array,
+    snapshots: jax.Array | None,
+    every: int | None,
+    *,
+    most_tokens: int,
     interpret: InterpretParams = None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Runs a step's tokens over the states of their rows.
 
     Args:
@@ -167,9 +174,12 @@ def update_states(
     kernel.__name__ = recurrence.name
     ref = jax.new_ref(states)
     (y,) = plgpu.kernel(
-        kernel, out_type=(out,),
-        grid=(rows.shape[0], num_heads, values // width), grid_names=("row", "head", "part"),
+        kernel,
+        out_type=(out,),
+        grid=(rows.shape[0], num_heads, values // width),
+        grid_names=("row", "head", "part"),
         scratch_types=[plgpu.SMEM(shape, states.dtype), plgpu.Barrier()],
-        compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-    )(ref, rows, *(() if snapshots is None else (snapshots,)), *arrays.values())  # fmt: skip
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(ref, rows, *(() if snapshots is None else (snapshots,)), *arrays.values())
     return y, jax.freeze(ref)
