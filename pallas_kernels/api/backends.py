@@ -99,7 +99,8 @@ def find_platform(*arrays: Any) -> str | None:
     for x in arrays:
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         if isinstance(sharding, jax.sharding.Sharding):
-            platform = next(iter(sharding.device_set)).platform
+            device: Any = next(iter(sharding.device_set))
+            platform = device.platform
             return "cuda" if platform == "gpu" else platform
     return None
 
