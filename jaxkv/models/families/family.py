@@ -103,15 +103,9 @@ def read_num_layers(fields: Fields) -> int:
 
 
 def read_common(
-    fields: Fields,
-    *,
-    num_kv_heads: tuple[int | None, ...] = (),
-    head_dim: int | None = None,
-    norm_eps: float = 1e-6,
-    activation: tuple[str, str] = ("hidden_act", "silu"),
-    tied: bool = False,
-    mlp_dim: tuple[int, ...] = (),
-) -> dict[str, Any]:
+    fields: Fields, *, num_kv_heads: tuple[int | None, ...] = (), head_dim: int | None = None, norm_eps: float = 1e-6,
+    activation: tuple[str, str] = ("hidden_act", "silu"), tied: bool = False, mlp_dim: tuple[int, ...] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Reads the fields common to all families, as arguments of `DecoderConfig`.
 
     Args:
@@ -152,7 +146,7 @@ def read_common(
 
 def read_uniform(
     fields: Fields, *, theta: float = 10_000.0, rope: Mapping[str, Any] | None = None, **defaults: Any
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Reads the fields common to families whose layers all rotate alike, as arguments of `DecoderConfig`: no windows.
 
     Args:

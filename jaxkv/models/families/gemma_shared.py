@@ -26,23 +26,15 @@ UNUSED = ("k_proj", "v_proj", "k_norm", "v_norm")  # published for layers that r
 def read_common(fields: Fields, *, num_kv_heads: int, logit_soft_cap: float | None = None) -> dict[str, Any]:
     """Reads the fields common to Gemma 3n and 4, as arguments of `DecoderConfig`."""
     common = family.read_common(
-        fields,
-        num_kv_heads=(num_kv_heads,),
-        head_dim=256,
-        tied=True,
+        fields, num_kv_heads=(num_kv_heads,), head_dim=256, tied=True,
         activation=(ACTIVATION, "gelu_pytorch_tanh"),
-    )
+    )  # fmt: skip
     has_bias = fields.flag("attention_bias", False)
     return common | dict(
-        attention_scale=1.0,
-        post_norms=True,
-        qk_norm=True,
-        value_norm=True,
-        qkv_bias=has_bias,
-        out_bias=has_bias,
+        attention_scale=1.0, post_norms=True, qk_norm=True, value_norm=True, qkv_bias=has_bias, out_bias=has_bias,
         embed_scale=common["embed_dim"] ** 0.5,
         logit_soft_cap=fields.number("final_logit_softcapping", logit_soft_cap, None, above=0),
-    )
+    )  # fmt: skip
 
 
 def share_layers(fields: Fields, layers: list[LayerConfig], default: int = 0) -> tuple[LayerConfig, ...]:

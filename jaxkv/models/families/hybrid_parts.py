@@ -49,16 +49,12 @@ def read_delta(
     key_dim = fields.size("linear_key_head_dim", key_dim, None, most=MOST_DIM) or key_dim
     value_dim = 2 * key_dim if value_dim is None else value_dim
     return make_part(
-        DeltaConfig,
-        "delta nets",
-        fields,
+        DeltaConfig, "delta nets", fields,
         key_heads=fields.size("linear_num_key_heads", heads[0], None, most=MOST_HEADS) or heads[0],
         value_heads=fields.size("linear_num_value_heads", heads[1], None, most=MOST_HEADS) or heads[1],
-        key_dim=key_dim,
-        value_dim=fields.size("linear_value_head_dim", value_dim, None, most=MOST_DIM) or value_dim,
-        width=fields.size("linear_conv_kernel_dim", 4, least=2, most=MOST_DIM),
-        **values,
-    )
+        key_dim=key_dim, value_dim=fields.size("linear_value_head_dim", value_dim, None, most=MOST_DIM) or value_dim,
+        width=fields.size("linear_conv_kernel_dim", 4, least=2, most=MOST_DIM), **values,
+    )  # fmt: skip
 
 
 def render_delta(delta: DeltaConfig | None) -> dict[str, Any]:
@@ -80,13 +76,8 @@ def mixer_of(config: DecoderConfig) -> Any:
     return next((block.mixer for block in config.blocks if block.mixer is not None), None)
 
 
-def rows(
-    name: str,
-    sizes: Callable[[Any], tuple[int, ...]],
-    number: int,
-    groups: Callable[[Any], int] | None = None,
-    inner: int | None = None,
-) -> Section:
+def rows(name: str, sizes: Callable[[Any], tuple[int, ...]], number: int, groups: Callable[[Any], int] | None = None,
+         inner: int | None = None) -> Section:  # fmt: skip
     """Returns a parameter of a mixer that is the `number`-th of the parts of `sizes` rows, of all or of each group.
 
     Args:
@@ -148,18 +139,12 @@ def read_mamba(fields: Fields, width: int, **values: Any) -> SpaceConfig:
     fields.take("mamba_chunk_size", None)  # of kernels
     bias = fields.flag("mamba_proj_bias", False)
     return make_part(
-        SpaceConfig,
-        "Mamba layers",
-        fields,
-        heads=heads,
-        head_dim=width // heads,
+        SpaceConfig, "Mamba layers", fields, heads=heads, head_dim=width // heads,
         state_dim=fields.size("mamba_d_state", 256, most=MOST_DIM),
         groups=fields.size("mamba_n_groups", 1, most=MOST_HEADS),
-        width=fields.size("mamba_d_conv", 4, least=2, most=MOST_DIM),
-        conv_bias=fields.flag("mamba_conv_bias", True),
-        step_limits=read_step_limits(fields),
-        **dict(bias=bias, out_bias=bias) | values,
-    )
+        width=fields.size("mamba_d_conv", 4, least=2, most=MOST_DIM), conv_bias=fields.flag("mamba_conv_bias", True),
+        step_limits=read_step_limits(fields), **dict(bias=bias, out_bias=bias) | values,
+    )  # fmt: skip
 
 
 def render_mamba(space: SpaceConfig | None) -> dict[str, Any]:
@@ -189,14 +174,9 @@ def whole_conv(name: str) -> Section:
 
 def half_rows(name: str, number: int) -> Section:
     """Returns the first or the second half of a tensor's rows."""
-    return Section(
-        name,
-        lambda config, shape: (
-            (2 * shape[0], shape[1]),
-            (2, *shape),
-            np.s_[number],
-        ),
-    )
+    return Section(name, lambda config, shape: (
+        (2 * shape[0], shape[1]), (2, *shape), np.s_[number],
+    ))  # fmt: skip
 
 
 def delta_names(prefix: str) -> dict[str, Any]:

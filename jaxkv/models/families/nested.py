@@ -26,12 +26,9 @@ BOTH = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "torch_dtype", "d
 
 
 def make_nested(
-    texts: Mapping[str, Family],
-    architecture: str,
-    *,
-    towers: tuple[str, ...] = ("vision",),
+    texts: Mapping[str, Family], architecture: str, *, towers: tuple[str, ...] = ("vision",),
     defaults: Mapping[str, Any] | None = None,
-) -> Family:
+) -> Family:  # fmt: skip
     """Returns the family of models that nest one of the text families `texts`, by `model_type`; the first by default.
 
     Args:
@@ -66,10 +63,7 @@ def make_nested(
         return texts.get(str(text.get("model_type")), texts[first]).name_tensor(name, text)
 
     return Family(
-        parse=texts[first].parse,
-        render=texts[first].render,
-        flatten=flatten,
-        name_tensor=name_tensor,
+        parse=texts[first].parse, render=texts[first].render, flatten=flatten, name_tensor=name_tensor,
         repack=texts[first].repack,
         architectures=(architecture, *(name for family in texts.values() for name in family.architectures)),
-    )
+    )  # fmt: skip

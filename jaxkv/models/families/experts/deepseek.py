@@ -31,21 +31,13 @@ def parse(fields: Fields) -> DecoderConfig:
     fields.size("num_nextn_predict_layers", 1, least=0)  # `name_tensor` skips them
     experts = _read_experts(fields, v3)
     expert_layers = tuple(i >= dense for i in range(num_layers))
-    return DecoderConfig(
-        **common
-        | dict(
-            family=V3 if v3 else V2,
-            latent=latent,
-            windows=(None,) * num_layers,
-            ropes=(rope,) * num_layers,
-            attention_scale=head_dim**-0.5 * rope.sharpening(rope.mscale_all_dim) ** 2,
-            qkv_bias=has_bias,
-            out_bias=has_bias,
-            mlp_bias=False if v3 else fields.flag("mlp_bias", False),
-            experts=experts if any(expert_layers) else None,
-            expert_layers=expert_layers if any(expert_layers) else (),
-        )
-    )
+    return DecoderConfig(**common | dict(
+        family=V3 if v3 else V2,
+        latent=latent, windows=(None,) * num_layers, ropes=(rope,) * num_layers,
+        attention_scale=head_dim**-0.5 * rope.sharpening(rope.mscale_all_dim) ** 2,
+        qkv_bias=has_bias, out_bias=has_bias, mlp_bias=False if v3 else fields.flag("mlp_bias", False),
+        experts=experts if any(expert_layers) else None, expert_layers=expert_layers if any(expert_layers) else (),
+    ))  # fmt: skip
 
 
 def read_latent(fields: Fields, *, query_rank: int | None, rank: int = 512, nope_dim: int = 128) -> LatentConfig:
@@ -72,9 +64,8 @@ def render_latent(latent: LatentConfig) -> dict[str, Any]:
 
 
 def _read_experts(fields: Fields, v3: bool) -> ExpertsConfig:
-    count = fields.size(
-        "n_routed_experts", fields.size("num_local_experts", 256 if v3 else 64, most=MOST_HEADS), most=MOST_HEADS
-    )
+    count = fields.size("n_routed_experts", fields.size("num_local_experts", 256 if v3 else 64, most=MOST_HEADS),
+                        most=MOST_HEADS)  # fmt: skip
     mlp_dim = fields.size("moe_intermediate_size", 2048 if v3 else 1407, most=MOST_DIM)
     shared = fields.size("n_shared_experts", 1 if v3 else 2, least=0)
     groups = fields.size("n_group", 8 if v3 else 1, None, most=count)
@@ -90,17 +81,11 @@ def _read_experts(fields: Fields, v3: bool) -> ExpertsConfig:
         raise fields.refuse("norm_topk_prob", normalise, "False")
     try:
         return ExpertsConfig(
-            count=count,
-            per_token=fields.size("num_experts_per_tok", *([8] if v3 else []), most=MOST_HEADS),
-            mlp_dim=mlp_dim,
-            scores="sigmoid" if v3 else "softmax",
-            normalise=normalise,
-            scale=fields.number("routed_scaling_factor", 2.5 if v3 else 1.0, above=0),
-            groups=groups or 1,
-            groups_per_token=within or 1,
-            choice_bias=v3,
-            shared_dim=shared * mlp_dim,
-        )
+            count=count, per_token=fields.size("num_experts_per_tok", *([8] if v3 else []), most=MOST_HEADS),
+            mlp_dim=mlp_dim, scores="sigmoid" if v3 else "softmax", normalise=normalise,
+            scale=fields.number("routed_scaling_factor", 2.5 if v3 else 1.0, above=0), groups=groups or 1,
+            groups_per_token=within or 1, choice_bias=v3, shared_dim=shared * mlp_dim,
+        )  # fmt: skip
     except ValueError as error:
         raise error if fields.where in str(error) else ValueError(f"The experts of {fields.where}: {error}") from error
 

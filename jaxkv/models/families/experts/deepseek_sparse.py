@@ -30,17 +30,18 @@ def parse(fields: Fields) -> DecoderConfig:
     fields.left = DEFAULTS[fields.family] | fields.left | {"num_hidden_layers": num_layers}
     index = IndexConfig(
         heads=fields.size("index_n_heads", 32 if is_glm else 64, most=MOST_HEADS),
-        dim=fields.size("index_head_dim", 128, most=MOST_DIM),
-        top_k=fields.size("index_topk", 2048),
+        dim=fields.size("index_head_dim", 128, most=MOST_DIM), top_k=fields.size("index_topk", 2048),
         interleaved=is_glm,
-    )
+    )  # fmt: skip
     fields.must_be("indexer_rope_interleave", is_glm)
     fields.must_be("rope_interleave", True)
     fields.must_be("mlp_bias", False)
     _read_kinds(fields, "layer_types", [INDEXED] * num_layers, (INDEXED,))
     indexers = _read_indexers(fields, num_layers) if is_glm else [FULL] * num_layers
     dense = min(fields.size("first_k_dense_replace", 3, least=0), num_layers)
-    kinds = _read_kinds(fields, "mlp_layer_types", [DENSE] * dense + [SPARSE] * (num_layers - dense), (DENSE, SPARSE))
+    kinds = _read_kinds(
+        fields, "mlp_layer_types", [DENSE] * dense + [SPARSE] * (num_layers - dense), (DENSE, SPARSE)
+    )  # fmt: skip
     dense = next((i for i, kind in enumerate(kinds) if kind == SPARSE), num_layers)
     if DENSE in kinds[dense:]:
         raise fields.refuse("mlp_layer_types", kinds, "dense layers before all sparse ones")

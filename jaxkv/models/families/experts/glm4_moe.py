@@ -19,14 +19,10 @@ def parse(fields: Fields) -> DecoderConfig:
     rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0, partial=0.5)[FULL]
     layers, experts = tuple(i >= dense for i in range(num_layers)), _read_experts(fields)
     return DecoderConfig(
-        **common,
-        windows=(None,) * num_layers,
-        ropes=(rope,) * num_layers,
-        qk_norm=fields.flag("use_qk_norm", False),
-        qkv_bias=fields.flag("attention_bias", False),
-        experts=experts if any(layers) else None,
+        **common, windows=(None,) * num_layers, ropes=(rope,) * num_layers, qk_norm=fields.flag("use_qk_norm", False),
+        qkv_bias=fields.flag("attention_bias", False), experts=experts if any(layers) else None,
         expert_layers=layers if any(layers) else (),
-    )
+    )  # fmt: skip
 
 
 def _read_experts(fields: Fields) -> ExpertsConfig:
@@ -36,18 +32,12 @@ def _read_experts(fields: Fields) -> ExpertsConfig:
     fields.must_be("scoring_func", "sigmoid")
     fields.must_be("topk_method", "noaux_tc")
     return make_experts(
-        fields,
-        count=count,
-        per_token=fields.size("num_experts_per_tok", 8, most=count),
-        mlp_dim=mlp_dim,
-        scores="sigmoid",
-        normalise=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 1.0, above=0),
-        groups=fields.size("n_group", 1, most=count),
-        groups_per_token=fields.size("topk_group", 1, most=count),
-        choice_bias=True,
+        fields, count=count, per_token=fields.size("num_experts_per_tok", 8, most=count), mlp_dim=mlp_dim,
+        scores="sigmoid", normalise=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0, above=0), groups=fields.size("n_group", 1, most=count),
+        groups_per_token=fields.size("topk_group", 1, most=count), choice_bias=True,
         shared_dim=fields.size("n_shared_experts", 1, least=0) * mlp_dim,
-    )
+    )  # fmt: skip
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:

@@ -44,25 +44,13 @@ def parse(fields: Fields) -> DecoderConfig:
     per_token = fields.either("num_experts_per_tok", "experts_per_token", 4, most=count)
     fields.size("initial_context_length", None)  # old name of a field of the rotary embedding
     experts = ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        mlp_dim=common["mlp_dim"],
-        scores="softmax_of_chosen",
-        bias=True,
-        limit=fields.number("swiglu_limit", 7.0, above=0),
-        alpha=fields.number("swiglu_alpha", 1.702, above=0),
-    )
-    return DecoderConfig(
-        **common
-        | dict(
-            windows=windows,
-            qkv_bias=has_bias,
-            out_bias=has_bias,
-            sinks=True,
-            experts=experts,
-            expert_layers=(True,) * num_layers,
-        )
-    )
+        count=count, per_token=per_token, mlp_dim=common["mlp_dim"], scores="softmax_of_chosen", bias=True,
+        limit=fields.number("swiglu_limit", 7.0, above=0), alpha=fields.number("swiglu_alpha", 1.702, above=0),
+    )  # fmt: skip
+    return DecoderConfig(**common | dict(
+        windows=windows, qkv_bias=has_bias, out_bias=has_bias, sinks=True, experts=experts,
+        expert_layers=(True,) * num_layers,
+    ))  # fmt: skip
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:

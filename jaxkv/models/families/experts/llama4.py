@@ -47,14 +47,10 @@ def parse(fields: Fields) -> DecoderConfig:
     rope, still = _read_ropes(fields, common)
     fields.take("for_llm_compressor", None)  # of a tool that quantizes
     return DecoderConfig(
-        **common,
-        layers=tuple(dataclasses.replace(layer, chunk=chunk) for chunk in chunks),
-        ropes=tuple(rope if x else still for x in rotates),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        experts=experts if any(expert_layers) else None,
-        expert_layers=expert_layers if any(expert_layers) else (),
-    )
+        **common, layers=tuple(dataclasses.replace(layer, chunk=chunk) for chunk in chunks),
+        ropes=tuple(rope if x else still for x in rotates), qkv_bias=has_bias, out_bias=has_bias,
+        experts=experts if any(expert_layers) else None, expert_layers=expert_layers if any(expert_layers) else (),
+    )  # fmt: skip
 
 
 def _read_chunks(fields: Fields, rotates: list[bool]) -> list[int | None]:
@@ -71,13 +67,9 @@ def _read_chunks(fields: Fields, rotates: list[bool]) -> list[int | None]:
 def _read_experts(fields: Fields, mlp_dim: int) -> ExpertsConfig:
     count = fields.size("num_local_experts", 16, most=MOST_HEADS)
     return ExpertsConfig(
-        count=count,
-        per_token=fields.size("num_experts_per_tok", 1, most=count),
-        mlp_dim=mlp_dim,
-        scores="sigmoid",
-        weigh_inputs=True,
-        shared_dim=mlp_dim,
-    )
+        count=count, per_token=fields.size("num_experts_per_tok", 1, most=count), mlp_dim=mlp_dim, scores="sigmoid",
+        weigh_inputs=True, shared_dim=mlp_dim,
+    )  # fmt: skip
 
 
 def _read_expert_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:

@@ -15,25 +15,15 @@ from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 TENSORS = MIXTRAL | {"experts.choice_bias": "block_sparse_moe.e_score_correction_bias"}
 MUST_BE: tuple[tuple[str, Any], ...] = (
-    ("qk_norm_type", "per_layer"),
-    ("use_qk_norm", True),
-    ("scoring_func", "sigmoid"),
-    ("use_routing_bias", True),
-    ("shared_intermediate_size", 0),
-    ("attention_bias", False),
-)
+    ("qk_norm_type", "per_layer"), ("use_qk_norm", True), ("scoring_func", "sigmoid"), ("use_routing_bias", True),
+    ("shared_intermediate_size", 0), ("attention_bias", False),
+)  # fmt: skip
 # Of linear attention, of training, and of multi-token prediction.
 UNUSED = (
-    "layernorm_full_attention_beta",
-    "layernorm_linear_attention_beta",
-    "layernorm_mlp_beta",
-    "mlp_intermediate_size",
-    "mtp_transformer_layers",
-    "num_mtp_modules",
-    "use_mtp",
-    "shared_moe_mode",
+    "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size",
+    "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "shared_moe_mode",
     "swa_rope_theta",
-)
+)  # fmt: skip
 
 
 def parse(fields: Fields) -> DecoderConfig:
@@ -48,22 +38,13 @@ def parse(fields: Fields) -> DecoderConfig:
     rope = parse_ropes(fields, common["max_seq_len"], theta=5e6, partial=rotated / common["head_dim"])[FULL]
     count = fields.either("num_local_experts", "num_experts", 256, most=MOST_HEADS)
     experts = ExpertsConfig(
-        count=count,
-        per_token=fields.size("num_experts_per_tok", 8, most=count),
-        mlp_dim=common["mlp_dim"],
-        scores="sigmoid",
-        normalise=True,
-        choice_bias=True,
-    )
+        count=count, per_token=fields.size("num_experts_per_tok", 8, most=count), mlp_dim=common["mlp_dim"],
+        scores="sigmoid", normalise=True, choice_bias=True,
+    )  # fmt: skip
     return DecoderConfig(
-        **common,
-        windows=(None,) * num_layers,
-        ropes=(rope,) * num_layers,
-        qk_norm=True,
-        qk_norm_over="all_heads",
-        experts=experts,
-        expert_layers=(True,) * num_layers,
-    )
+        **common, windows=(None,) * num_layers, ropes=(rope,) * num_layers, qk_norm=True, qk_norm_over="all_heads",
+        experts=experts, expert_layers=(True,) * num_layers,
+    )  # fmt: skip
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:

@@ -32,19 +32,11 @@ def parse(fields: Fields) -> DecoderConfig:
     rope = ministral3.read_heated_rope(fields, common["max_seq_len"], ROPE, interleaved=interleaved)
     dense = fields.size("first_k_dense_replace", 0, least=0)
     experts, layers = _read_experts(fields), tuple(i >= dense for i in range(num_layers))
-    return DecoderConfig(
-        **common
-        | dict(
-            latent=latent,
-            windows=(None,) * num_layers,
-            ropes=(rope,) * num_layers,
-            qkv_bias=has_bias,
-            out_bias=has_bias,
-            attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * rope.sharpening(rope.mscale_all_dim) ** 2,
-            experts=experts if any(layers) else None,
-            expert_layers=layers if any(layers) else (),
-        )
-    )
+    return DecoderConfig(**common | dict(
+        latent=latent, windows=(None,) * num_layers, ropes=(rope,) * num_layers, qkv_bias=has_bias, out_bias=has_bias,
+        attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * rope.sharpening(rope.mscale_all_dim) ** 2,
+        experts=experts if any(layers) else None, expert_layers=layers if any(layers) else (),
+    ))  # fmt: skip
 
 
 def _take_share(fields: Fields, latent: LatentConfig) -> None:
@@ -63,13 +55,10 @@ def _read_experts(fields: Fields) -> ExpertsConfig:
     if groups != within:
         raise fields.refuse("topk_group", within, f"it only as n_group, {groups}: a token goes to all groups")
     return ExpertsConfig(
-        count=count,
-        per_token=fields.size("num_experts_per_tok", 4, most=count),
-        mlp_dim=mlp_dim,
-        normalise=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 1.0, above=0),
+        count=count, per_token=fields.size("num_experts_per_tok", 4, most=count), mlp_dim=mlp_dim,
+        normalise=fields.flag("norm_topk_prob", True), scale=fields.number("routed_scaling_factor", 1.0, above=0),
         shared_dim=fields.size("n_shared_experts", 1, least=0) * mlp_dim,
-    )
+    )  # fmt: skip
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:

@@ -19,11 +19,9 @@ def parse(fields: Fields) -> DecoderConfig:
     window, num_layers = fields.size("sliding_window", None), len(common["windows"])
     count = fields.either("num_local_experts", "num_experts", 8, most=MOST_HEADS)
     experts = ExpertsConfig(
-        count=count,
-        per_token=fields.size("num_experts_per_tok", 2, most=count),
-        mlp_dim=common["mlp_dim"],
+        count=count, per_token=fields.size("num_experts_per_tok", 2, most=count), mlp_dim=common["mlp_dim"],
         scores="softmax_of_chosen",
-    )
+    )  # fmt: skip
     own = dict(windows=(window,) * num_layers, experts=experts, expert_layers=(True,) * num_layers)
     return DecoderConfig(**common | own)
 

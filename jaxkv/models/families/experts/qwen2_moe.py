@@ -27,23 +27,16 @@ def parse(fields: Fields) -> DecoderConfig:
     num_layers = len(common["windows"])
     count = fields.either("num_experts", "num_local_experts", 60, most=MOST_HEADS)
     experts = ExpertsConfig(
-        count=count,
-        per_token=fields.size("num_experts_per_tok", 4, most=count),
+        count=count, per_token=fields.size("num_experts_per_tok", 4, most=count),
         mlp_dim=fields.size("moe_intermediate_size", 1408, most=MOST_DIM),
         normalise=fields.flag("norm_topk_prob", False),
-        shared_dim=fields.size("shared_expert_intermediate_size", 5632, most=MOST_DIM),
-        shared_gate=True,
-    )
+        shared_dim=fields.size("shared_expert_intermediate_size", 5632, most=MOST_DIM), shared_gate=True,
+    )  # fmt: skip
     layers = read_expert_layers(fields, num_layers)
-    return DecoderConfig(
-        **common
-        | dict(
-            windows=_read_windows(fields, num_layers),
-            qkv_bias=fields.flag("qkv_bias", True),
-            experts=experts if any(layers) else None,
-            expert_layers=layers if any(layers) else (),
-        )
-    )
+    return DecoderConfig(**common | dict(
+        windows=_read_windows(fields, num_layers), qkv_bias=fields.flag("qkv_bias", True),
+        experts=experts if any(layers) else None, expert_layers=layers if any(layers) else (),
+    ))  # fmt: skip
 
 
 def _read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:

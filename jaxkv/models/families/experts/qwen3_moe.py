@@ -19,23 +19,15 @@ def parse(fields: Fields) -> DecoderConfig:
     )  # transformers reads max_window_layers, and ignores it
     count = fields.either("num_experts", "num_local_experts", 128, most=MOST_HEADS)
     experts = ExpertsConfig(
-        count=count,
-        per_token=fields.size("num_experts_per_tok", 8, most=count),
+        count=count, per_token=fields.size("num_experts_per_tok", 8, most=count),
         mlp_dim=fields.size("moe_intermediate_size", 768, most=MOST_DIM),
         normalise=fields.flag("norm_topk_prob", False),
-    )
+    )  # fmt: skip
     layers = read_expert_layers(fields, num_layers)
-    return DecoderConfig(
-        **common
-        | dict(
-            windows=windows,
-            qk_norm=True,
-            qkv_bias=has_bias,
-            out_bias=has_bias,
-            experts=experts if any(layers) else None,
-            expert_layers=layers if any(layers) else (),
-        )
-    )
+    return DecoderConfig(**common | dict(
+        windows=windows, qk_norm=True, qkv_bias=has_bias, out_bias=has_bias,
+        experts=experts if any(layers) else None, expert_layers=layers if any(layers) else (),
+    ))  # fmt: skip
 
 
 def read_expert_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:

@@ -37,29 +37,20 @@ def parse(fields: Fields) -> DecoderConfig:
     before = fields.flag("mamba_norm_before_gate", True)
     norm = ("before_gate" if before else "after_gate") if fields.flag("mamba_rms_norm", False) else None
     mamba = read_mamba(
-        fields,
-        width,
-        norm=norm,
-        norm_eps=common["norm_eps"],
-        out_bias=fields.flag("projectors_bias", False),
-        input_scale=_read_factor(fields, "ssm_in_multiplier"),
-        output_scale=_read_factor(fields, "ssm_out_multiplier"),
+        fields, width, norm=norm, norm_eps=common["norm_eps"], out_bias=fields.flag("projectors_bias", False),
+        input_scale=_read_factor(fields, "ssm_in_multiplier"), output_scale=_read_factor(fields, "ssm_out_multiplier"),
         part_scales=_read_factors(fields, "ssm_multipliers", 5),
-    )
+    )  # fmt: skip
     rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0)[FULL]
     has_bias = fields.flag("attention_bias", False)
     return DecoderConfig(
-        **common,
-        blocks=(BlockConfig(mixer=mamba, attention=True),) * num_layers,
-        ropes=(rope,) * num_layers,
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        mlp_bias=fields.flag("mlp_bias", False),
+        **common, blocks=(BlockConfig(mixer=mamba, attention=True),) * num_layers, ropes=(rope,) * num_layers,
+        qkv_bias=has_bias, out_bias=has_bias, mlp_bias=fields.flag("mlp_bias", False),
         embed_scale=_read_factor(fields, "embedding_multiplier"),
         logit_divisor=1 / _read_factor(fields, "lm_head_multiplier"),
         attention_scales=tuple(_read_factor(fields, name) for name in ATTENTION),
         mlp_scales=_read_factors(fields, "mlp_multipliers", 2),
-    )
+    )  # fmt: skip
 
 
 def _read_factor(fields: Fields, name: str) -> float:

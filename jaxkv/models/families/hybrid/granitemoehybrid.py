@@ -55,16 +55,10 @@ def parse(fields: Fields) -> DecoderConfig:
         raise fields.refuse("position_embedding_type", positions, "'rope' and 'nope'")
     rope = rope if positions == "rope" else dataclasses.replace(rope, partial_rotary_factor=0.0)
     experts, mlp_dim = _read_experts(fields, common["mlp_dim"])
-    return DecoderConfig(
-        **common
-        | layers
-        | dict(
-            ropes=(rope,) * num_layers,
-            mlp_dim=mlp_dim,
-            experts=experts,
-            expert_layers=(True,) * num_layers if experts else (),
-        )
-    )
+    return DecoderConfig(**common | layers | dict(
+        ropes=(rope,) * num_layers, mlp_dim=mlp_dim, experts=experts,
+        expert_layers=(True,) * num_layers if experts else (),
+    ))  # fmt: skip
 
 
 def _read_blocks(fields: Fields, kinds: list[str], common: dict[str, Any]) -> dict[str, Any]:

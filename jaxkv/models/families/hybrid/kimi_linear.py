@@ -53,19 +53,11 @@ def parse(fields: Fields) -> DecoderConfig:
     latent, has_bias = read_latent(fields, query_rank=None), fields.flag("attention_bias", False)
     delta, kinds = _read_delta(fields, common["norm_eps"], num_layers)
     experts, layers = _read_experts(fields), _read_expert_layers(fields, num_layers)
-    return DecoderConfig(
-        **common
-        | dict(
-            latent=latent,
-            blocks=mix(kinds, delta),
-            ropes=(Rope(partial_rotary_factor=0.0),) * num_layers,
-            attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5,
-            qkv_bias=has_bias,
-            out_bias=has_bias,
-            experts=experts if any(layers) else None,
-            expert_layers=layers if any(layers) else (),
-        )
-    )
+    return DecoderConfig(**common | dict(
+        latent=latent, blocks=mix(kinds, delta), ropes=(Rope(partial_rotary_factor=0.0),) * num_layers,
+        attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5, qkv_bias=has_bias, out_bias=has_bias,
+        experts=experts if any(layers) else None, expert_layers=layers if any(layers) else (),
+    ))  # fmt: skip
 
 
 def _read_delta(fields: Fields, eps: float, num_layers: int) -> tuple[DeltaConfig, list[str]]:
@@ -84,18 +76,9 @@ def _read_delta(fields: Fields, eps: float, num_layers: int) -> tuple[DeltaConfi
             raise inner.refuse("full_attn_layers", full, f"it and kda_layers to name the {num_layers} layers from 1 on")
         default = [FULL if i + 1 in full else LINEAR for i in range(num_layers)]
     delta = make_part(
-        DeltaConfig,
-        "delta nets",
-        fields,
-        key_heads=heads,
-        value_heads=heads,
-        key_dim=dim,
-        value_dim=dim,
-        width=width,
-        gate_rank=dim,
-        gate="sigmoid",
-        norm_eps=eps,
-    )
+        DeltaConfig, "delta nets", fields, key_heads=heads, value_heads=heads, key_dim=dim, value_dim=dim, width=width,
+        gate_rank=dim, gate="sigmoid", norm_eps=eps,
+    )  # fmt: skip
     return delta, read_kinds(fields, default)
 
 
@@ -106,18 +89,13 @@ def _read_experts(fields: Fields) -> ExpertsConfig:
         if name in fields.left:
             fields.left.setdefault(published, fields.take(name))
     return make_experts(
-        fields,
-        count=count,
-        per_token=fields.either("num_experts_per_token", "num_experts_per_tok", 8, most=count),
-        mlp_dim=mlp_dim,
-        scores="sigmoid",
-        normalise=fields.flag("moe_renormalize", True),
+        fields, count=count, per_token=fields.either("num_experts_per_token", "num_experts_per_tok", 8, most=count),
+        mlp_dim=mlp_dim, scores="sigmoid", normalise=fields.flag("moe_renormalize", True),
         scale=fields.number("routed_scaling_factor", 2.446, above=0),
         groups=fields.either("num_expert_group", "n_group", 1, most=count),
-        groups_per_token=fields.size("topk_group", 1, most=count),
-        choice_bias=True,
+        groups_per_token=fields.size("topk_group", 1, most=count), choice_bias=True,
         shared_dim=fields.size("num_shared_experts", 1, least=0) * mlp_dim,
-    )
+    )  # fmt: skip
 
 
 def _read_expert_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
@@ -157,10 +135,6 @@ def name_tensor(name: str, config: Mapping[str, Any]) -> str:
 
 
 FAMILY = Family(
-    parse=parse,
-    render=render,
-    architectures=("KimiLinearForCausalLM",),
-    tensors=TENSORS,
-    name_tensor=name_tensor,
+    parse=parse, render=render, architectures=("KimiLinearForCausalLM",), tensors=TENSORS, name_tensor=name_tensor,
     repack=join_convs,
-)
+)  # fmt: skip

@@ -33,16 +33,9 @@ TENSORS: dict[str, Any] = {
 }
 # Of the initialisation, or sizes that the code beside the weights does not read.
 UNUSED = (
-    "block_dim",
-    "block_mlp_init_scale",
-    "block_norm_eps",
-    "block_out_init_scale",
-    "block_use_xavier_init",
-    "conv_dim",
-    "conv_dim_out",
-    "conv_use_xavier_init",
-    "num_heads",
-)
+    "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_xavier_init", "conv_dim",
+    "conv_dim_out", "conv_use_xavier_init", "num_heads",
+)  # fmt: skip
 
 
 def parse(fields: Fields) -> DecoderConfig:
@@ -61,20 +54,13 @@ def parse(fields: Fields) -> DecoderConfig:
     attending = range(num_layers) if listed is None else listed
     kinds = read_kinds(fields, [FULL if i in attending else CONV for i in range(num_layers)], (CONV, FULL))
     conv = ShortConvConfig(
-        channels=common["embed_dim"],
-        width=fields.size("conv_L_cache", 3, least=2, most=MOST_DIM),
+        channels=common["embed_dim"], width=fields.size("conv_L_cache", 3, least=2, most=MOST_DIM),
         bias=fields.flag("conv_bias", False),
-    )
+    )  # fmt: skip
     rope = parse_ropes(fields, common["max_seq_len"], theta=1_000_000.0)[FULL]
-    return DecoderConfig(
-        **common
-        | dict(
-            blocks=mix(kinds, conv),
-            ropes=(rope,) * num_layers,
-            qk_norm=True,
-            mlp_dim=_read_mlp_dim(fields, common),
-        )
-    )
+    return DecoderConfig(**common | dict(
+        blocks=mix(kinds, conv), ropes=(rope,) * num_layers, qk_norm=True, mlp_dim=_read_mlp_dim(fields, common),
+    ))  # fmt: skip
 
 
 def _read_mlp_dim(fields: Fields, common: dict[str, Any]) -> int:

@@ -35,37 +35,16 @@ for _name in ("up", "down"):
 # Older names of fields; the newer ones are read.
 RENAMED = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
            "mamba_dt_min": "time_step_min", "attention_head_dim": "head_dim"}  # fmt: skip
-MUST_BE = (
-    ("mamba_hidden_act", "silu"),
-    ("mamba_ssm_cache_dtype", "float32"),
-    ("sliding_window", None),
-    ("n_shared_experts", 1),
-)
+MUST_BE = (("mamba_hidden_act", "silu"), ("mamba_ssm_cache_dtype", "float32"), ("sliding_window", None),
+           ("n_shared_experts", 1))  # fmt: skip
 # Of the initialisation, of kernels, of the precision of sums, and of multi-token prediction.
 UNUSED = (
-    "chunk_size",
-    "expand",
-    "hidden_dropout",
-    "mamba_chunk_size",
-    "mamba_dt_init_floor",
-    "mamba_dt_limit",
-    "mamba_dt_max",
-    "mamba_expand",
-    "mamba_proj_bias",
-    "moe_shared_expert_overlap",
-    "mtp_hybrid_override_pattern",
-    "mtp_layers_block_type",
-    "num_nextn_predict_layers",
-    "partial_rotary_factor",
-    "rescale_prenorm_residual",
-    "residual_in_fp32",
-    "rope_theta",
-    "time_step_floor",
-    "time_step_limit",
-    "time_step_max",
-    "time_step_rank",
+    "chunk_size", "expand", "hidden_dropout", "mamba_chunk_size", "mamba_dt_init_floor", "mamba_dt_limit",
+    "mamba_dt_max", "mamba_expand", "mamba_proj_bias", "moe_shared_expert_overlap", "mtp_hybrid_override_pattern",
+    "mtp_layers_block_type", "num_nextn_predict_layers", "partial_rotary_factor", "rescale_prenorm_residual",
+    "residual_in_fp32", "rope_theta", "time_step_floor", "time_step_limit", "time_step_max", "time_step_rank",
     "use_mamba_kernels",
-)
+)  # fmt: skip
 
 
 def parse(fields: Fields) -> DecoderConfig:
@@ -79,27 +58,18 @@ def parse(fields: Fields) -> DecoderConfig:
     kinds = _read_kinds(fields)
     eps = fields.number("layer_norm_epsilon", 1e-5, least=0)
     common = read_common(
-        fields,
-        num_kv_heads=(8, None),
-        head_dim=128,
-        norm_eps=eps,
-        activation=("mlp_hidden_act", "relu2"),
+        fields, num_kv_heads=(8, None), head_dim=128, norm_eps=eps, activation=("mlp_hidden_act", "relu2"),
         mlp_dim=(21_504,),
-    )
+    )  # fmt: skip
     has_bias, mamba = fields.flag("attention_bias", False), _read_mamba(fields, eps)
     experts, layers = _read_experts(fields), tuple(kind == MOE for kind in kinds)
     blocks = {LINEAR: BlockConfig(mixer=mamba, mlp=False), FULL: BlockConfig(mlp=False)}
     return DecoderConfig(
-        **common,
-        blocks=tuple(blocks.get(kind, BlockConfig(attention=False)) for kind in kinds),
-        gated_mlp=False,
-        ropes=(Rope(partial_rotary_factor=0.0),) * len(kinds),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        mlp_bias=fields.flag("mlp_bias", False),
-        experts=experts if any(layers) else None,
+        **common, blocks=tuple(blocks.get(kind, BlockConfig(attention=False)) for kind in kinds), gated_mlp=False,
+        ropes=(Rope(partial_rotary_factor=0.0),) * len(kinds), qkv_bias=has_bias, out_bias=has_bias,
+        mlp_bias=fields.flag("mlp_bias", False), experts=experts if any(layers) else None,
         expert_layers=layers if any(layers) else (),
-    )
+    )  # fmt: skip
 
 
 def _read_kinds(fields: Fields) -> list[str]:
@@ -121,38 +91,26 @@ def _read_kinds(fields: Fields) -> list[str]:
 def _read_mamba(fields: Fields, eps: float) -> SpaceConfig:
     has_bias = fields.flag("use_bias", False)
     return make_part(
-        SpaceConfig,
-        "Mamba layers",
-        fields,
+        SpaceConfig, "Mamba layers", fields,
         heads=fields.size("mamba_num_heads", 128, most=MOST_HEADS),
         head_dim=fields.size("mamba_head_dim", 64, most=MOST_DIM),
-        state_dim=fields.size("ssm_state_size", 128, most=MOST_DIM),
-        groups=fields.size("n_groups", 8, most=MOST_HEADS),
-        width=fields.size("conv_kernel", 4, least=2, most=MOST_DIM),
-        bias=has_bias,
-        out_bias=has_bias,
-        conv_bias=fields.flag("use_conv_bias", True),
-        norm_eps=eps,
+        state_dim=fields.size("ssm_state_size", 128, most=MOST_DIM), groups=fields.size("n_groups", 8, most=MOST_HEADS),
+        width=fields.size("conv_kernel", 4, least=2, most=MOST_DIM), bias=has_bias, out_bias=has_bias,
+        conv_bias=fields.flag("use_conv_bias", True), norm_eps=eps,
         step_limits=(fields.number("time_step_min", 0.001, least=0), None),
-    )
+    )  # fmt: skip
 
 
 def _read_experts(fields: Fields) -> ExpertsConfig:
     count = fields.either("n_routed_experts", "num_local_experts", 8, most=MOST_HEADS)
     return make_experts(
-        fields,
-        count=count,
-        per_token=fields.size("num_experts_per_tok", 2, most=count),
-        scores="sigmoid",
-        mlp_dim=fields.size("moe_intermediate_size", 7688, most=MOST_DIM),
-        choice_bias=True,
-        normalise=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 1.0, above=0),
-        groups=fields.size("n_group", 1, most=count),
-        groups_per_token=fields.size("topk_group", 1, most=count),
+        fields, count=count, per_token=fields.size("num_experts_per_tok", 2, most=count), scores="sigmoid",
+        mlp_dim=fields.size("moe_intermediate_size", 7688, most=MOST_DIM), choice_bias=True,
+        normalise=fields.flag("norm_topk_prob", True), scale=fields.number("routed_scaling_factor", 1.0, above=0),
+        groups=fields.size("n_group", 1, most=count), groups_per_token=fields.size("topk_group", 1, most=count),
         shared_dim=fields.size("moe_shared_expert_intermediate_size", 7688, most=MOST_DIM),
         latent_dim=fields.size("moe_latent_size", None, most=MOST_DIM) or 0,
-    )
+    )  # fmt: skip
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
@@ -163,24 +121,13 @@ def render(config: DecoderConfig) -> dict[str, Any]:
     ]
     fields = render_common(config, activation="mlp_hidden_act")
     fields |= {
-        "layers_block_type": kinds,
-        "layer_norm_epsilon": fields.pop("rms_norm_eps"),
-        "mlp_bias": config.mlp_bias,
+        "layers_block_type": kinds, "layer_norm_epsilon": fields.pop("rms_norm_eps"), "mlp_bias": config.mlp_bias,
         "attention_bias": config.out_bias,
-    } | (
-        {}
-        if mamba is None
-        else {
-            "mamba_num_heads": mamba.heads,
-            "mamba_head_dim": mamba.head_dim,
-            "ssm_state_size": mamba.state_dim,
-            "n_groups": mamba.groups,
-            "conv_kernel": mamba.width,
-            "use_bias": mamba.bias,
-            "use_conv_bias": mamba.conv_bias,
-            "time_step_min": mamba.step_limits[0],
-        }
-    )
+    } | ({} if mamba is None else {
+        "mamba_num_heads": mamba.heads, "mamba_head_dim": mamba.head_dim, "ssm_state_size": mamba.state_dim,
+        "n_groups": mamba.groups, "conv_kernel": mamba.width, "use_bias": mamba.bias, "use_conv_bias": mamba.conv_bias,
+        "time_step_min": mamba.step_limits[0],
+    })  # fmt: skip
     if experts is None:
         return fields
     return fields | {

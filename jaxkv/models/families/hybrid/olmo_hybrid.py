@@ -43,13 +43,9 @@ def parse(fields: Fields) -> DecoderConfig:
     fields.must_be("linear_use_gate", True)
     heads = common["num_heads"]
     delta = read_delta(
-        fields,
-        heads=(heads, heads),
-        key_dim=int(0.75 * common["embed_dim"] / heads),
-        value_dim=None,
-        norm_eps=1e-5,
+        fields, heads=(heads, heads), key_dim=int(0.75 * common["embed_dim"] / heads), value_dim=None, norm_eps=1e-5,
         beta_scale=2.0 if fields.flag("linear_allow_neg_eigval", True) else 1.0,
-    )
+    )  # fmt: skip
     return DecoderConfig(
         **common, blocks=mix(kinds, delta), ropes=(_read_rope(fields, common["max_seq_len"]),) * num_layers
     )
@@ -82,10 +78,6 @@ def name_tensor(name: str, config: Any) -> str:
 
 
 FAMILY = Family(
-    parse=parse,
-    render=render,
-    architectures=("OlmoHybridForCausalLM",),
-    tensors=TENSORS,
-    name_tensor=name_tensor,
+    parse=parse, render=render, architectures=("OlmoHybridForCausalLM",), tensors=TENSORS, name_tensor=name_tensor,
     repack=join_convs,
-)
+)  # fmt: skip

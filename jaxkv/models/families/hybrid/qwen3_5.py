@@ -71,19 +71,12 @@ def _split(name: str, tensor: Any) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    parse=parse,
-    render=render_qwen_next,
-    architectures=("Qwen3_5ForCausalLM",),
-    tensors=TENSORS,
+    parse=parse, render=render_qwen_next, architectures=("Qwen3_5ForCausalLM",), tensors=TENSORS,
     name_tensor=name_tensor,
-)
+)  # fmt: skip
 MOE_FAMILY = Family(
-    parse=parse_moe,
-    render=render_qwen_next,
-    architectures=("Qwen3_5MoeForCausalLM",),
-    tensors=TENSORS,
-    name_tensor=name_tensor,
-    repack=repack,
-)
+    parse=parse_moe, render=render_qwen_next, architectures=("Qwen3_5MoeForCausalLM",), tensors=TENSORS,
+    name_tensor=name_tensor, repack=repack,
+)  # fmt: skip
 NESTED_FAMILY = make_nested({"qwen3_5_text": FAMILY}, "Qwen3_5ForConditionalGeneration")
 NESTED_MOE_FAMILY = make_nested({"qwen3_5_moe_text": MOE_FAMILY}, "Qwen3_5MoeForConditionalGeneration")

@@ -63,25 +63,20 @@ def read_qwen_next(fields: Fields, *, num_kv_heads: int = 2, mlp_dim: int = 5632
     kinds = read_kinds(fields, every_fourth(num_layers, fields.size("full_attention_interval", 4)))
     rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0, partial=0.25)[FULL]
     return common | dict(
-        blocks=mix(kinds, read_delta(fields, norm_eps=common["norm_eps"])),
-        ropes=(rope,) * num_layers,
-        qk_norm=True,
-        norm_offset=1.0,
-        attention_gate=True,
-    )
+        blocks=mix(kinds, read_delta(fields, norm_eps=common["norm_eps"])), ropes=(rope,) * num_layers, qk_norm=True,
+        norm_offset=1.0, attention_gate=True,
+    )  # fmt: skip
 
 
 def read_experts(fields: Fields, *, count: int, per_token: int, normalise: bool | None = None) -> ExpertsConfig:
     """Reads the experts, with a family's defaults. Without `normalise`, a field says whether weights are normalised."""
     count = fields.either("num_experts", "num_local_experts", count, most=MOST_HEADS)
     return ExpertsConfig(
-        count=count,
-        per_token=fields.size("num_experts_per_tok", per_token, most=count),
+        count=count, per_token=fields.size("num_experts_per_tok", per_token, most=count),
         mlp_dim=fields.size("moe_intermediate_size", 512, most=MOST_DIM),
         normalise=fields.flag("norm_topk_prob", True) if normalise is None else normalise,
-        shared_dim=fields.size("shared_expert_intermediate_size", 512, most=MOST_DIM),
-        shared_gate=True,
-    )
+        shared_dim=fields.size("shared_expert_intermediate_size", 512, most=MOST_DIM), shared_gate=True,
+    )  # fmt: skip
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:

@@ -28,13 +28,9 @@ def parse(fields: Fields) -> DecoderConfig:
     rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0)[FULL]
     still = rope if window is None else dataclasses.replace(rope, partial_rotary_factor=0.0)
     return DecoderConfig(
-        **common,
-        windows=windows,
-        ropes=tuple(still if x is None else rope for x in windows),
-        qk_norm=True,
-        pre_norms=False,
-        post_norms=True,
-    )
+        **common, windows=windows, ropes=tuple(still if x is None else rope for x in windows), qk_norm=True,
+        pre_norms=False, post_norms=True,
+    )  # fmt: skip
 
 
 def _read_pattern(fields: Fields, num_layers: int, window: int | None) -> list[str]:

@@ -29,11 +29,9 @@ def parse(fields: Fields) -> DecoderConfig:
     windows = read_windows(fields, types, fields.size("sliding_window", 4096, None))
     ropes = parse_ropes(fields, common["max_seq_len"], theta=1e6, local_theta=1e4)
     return DecoderConfig(
-        **common,
-        windows=windows,
-        ropes=tuple(ropes[FULL if window is None else SLIDING] for window in windows),
+        **common, windows=windows, ropes=tuple(ropes[FULL if window is None else SLIDING] for window in windows),
         qk_norm=True,
-    )
+    )  # fmt: skip
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:

@@ -49,16 +49,13 @@ def parse(fields: Fields) -> DecoderConfig:
         raise fields.refuse("hidden_size_per_layer_input", 0, "a width above 0")
     sparsities = _read_sparsities(fields, num_layers)
     return DecoderConfig(
-        **common,
-        layers=layers,
-        ropes=tuple(ropes[FULL if x is None else SLIDING] for x in windows),
+        **common, layers=layers, ropes=tuple(ropes[FULL if x is None else SLIDING] for x in windows),
         blocks=tuple(
             BlockConfig(mlp_dim=None if width == widths[0] else width, gate_sparsity=sparsity)
             for width, sparsity in zip(widths, sparsities, strict=True)
         ),
-        per_layer=per_layer,
-        streams=_read_streams(fields),
-    )
+        per_layer=per_layer, streams=_read_streams(fields),
+    )  # fmt: skip
 
 
 def _read_widths(fields: Fields, num_layers: int) -> list[int]:
@@ -89,11 +86,9 @@ def _read_streams(fields: Fields) -> StreamsConfig:
         fields.take(name, None)  # of training; and published, but read by no version of the model
     count = fields.size("altup_num_inputs", 4, least=2, most=64)
     return StreamsConfig(
-        count=count,
-        active=fields.size("altup_active_idx", 0, least=0, most=count - 1),
-        rank=fields.size("laurel_rank", 64, most=MOST_DIM),
-        scales=fields.flag("altup_correct_scale", True),
-    )
+        count=count, active=fields.size("altup_active_idx", 0, least=0, most=count - 1),
+        rank=fields.size("laurel_rank", 64, most=MOST_DIM), scales=fields.flag("altup_correct_scale", True),
+    )  # fmt: skip
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
@@ -107,12 +102,9 @@ def render(config: DecoderConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    parse=parse,
-    render=render,
-    architectures=("Gemma3nForCausalLM",),
-    tensors=TENSORS,
+    parse=parse, render=render, architectures=("Gemma3nForCausalLM",), tensors=TENSORS,
     name_tensor=gemma_shared.name_tensor,
-)
+)  # fmt: skip
 NESTED_FAMILY = make_nested(
     {"gemma3n_text": FAMILY}, "Gemma3nForConditionalGeneration", towers=("vision", "audio"), defaults=DEFAULTS
 )

@@ -44,14 +44,11 @@ def parse(fields: Fields) -> DecoderConfig:
         fields.take("use_bidirectional_attention")
     layers = gemma_shared.share_layers(fields, _read_layers(fields, num_layers, common))
     values_are_keys, is_wide = fields.flag("attention_k_eq_v", False), fields.flag("use_double_wide_mlp", False)
-    ropes = parse_ropes(
-        fields, common["max_seq_len"], theta=1e6, local_theta=1e4, default=ROPES, scalings=(*SCALINGS, "proportional")
-    )
+    ropes = parse_ropes(fields, common["max_seq_len"], theta=1e6, local_theta=1e4, default=ROPES,
+                        scalings=(*SCALINGS, "proportional"))  # fmt: skip
     wide, experts = 2 * common["mlp_dim"], _read_experts(fields)
     return DecoderConfig(
-        **common,
-        layers=layers,
-        ropes=tuple(ropes[FULL if x.window is None else SLIDING] for x in layers),
+        **common, layers=layers, ropes=tuple(ropes[FULL if x.window is None else SLIDING] for x in layers),
         blocks=tuple(
             BlockConfig(
                 values_are_keys=values_are_keys and layer.window is None and layer.shares_with is None,
@@ -59,11 +56,9 @@ def parse(fields: Fields) -> DecoderConfig:
             )
             for layer in layers
         ),
-        experts=experts,
-        expert_layers=(True,) * num_layers if experts else (),
-        per_layer=gemma_shared.read_per_layer(fields),
-        layer_scale=True,
-    )
+        experts=experts, expert_layers=(True,) * num_layers if experts else (),
+        per_layer=gemma_shared.read_per_layer(fields), layer_scale=True,
+    )  # fmt: skip
 
 
 def _read_layers(fields: Fields, num_layers: int, common: dict[str, Any]) -> list[LayerConfig]:
@@ -85,13 +80,10 @@ def _read_layers(fields: Fields, num_layers: int, common: dict[str, Any]) -> lis
     layers = []
     for i, window in enumerate(windows):
         own = each.nest(each.take(str(i), {}), f"layer {i}")
-        layers.append(
-            LayerConfig(
-                num_kv_heads=own.size("num_key_value_heads", kv_heads, most=MOST_HEADS),
-                head_dim=own.size("head_dim", head_dim, most=MOST_DIM),
-                window=window,
-            )
-        )
+        layers.append(LayerConfig(
+            num_kv_heads=own.size("num_key_value_heads", kv_heads, most=MOST_HEADS),
+            head_dim=own.size("head_dim", head_dim, most=MOST_DIM), window=window,
+        ))  # fmt: skip
         own.finish()
     each.finish()
     return layers
@@ -125,12 +117,9 @@ def render(config: DecoderConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    parse=parse,
-    render=render,
-    architectures=("Gemma4ForCausalLM",),
-    tensors=TENSORS,
+    parse=parse, render=render, architectures=("Gemma4ForCausalLM",), tensors=TENSORS,
     name_tensor=gemma_shared.name_tensor,
-)
+)  # fmt: skip
 NESTED_FAMILY = make_nested(
     {"gemma4_text": FAMILY}, "Gemma4ForConditionalGeneration", towers=("vision", "audio"), defaults=DEFAULTS
 )

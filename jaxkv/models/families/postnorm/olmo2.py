@@ -27,13 +27,9 @@ def read_olmo(fields: Fields, *, norm_eps: float = 1e-5) -> dict[str, Any]:
     common = read_common(fields, num_kv_heads=(None,), norm_eps=norm_eps)
     has_bias = fields.flag("attention_bias", False)
     return common | dict(
-        qk_norm=True,
-        qk_norm_over="all_heads",
-        pre_norms=False,
-        post_norms=True,
-        qkv_bias=has_bias,
+        qk_norm=True, qk_norm_over="all_heads", pre_norms=False, post_norms=True, qkv_bias=has_bias,
         out_bias=has_bias,
-    )
+    )  # fmt: skip
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:

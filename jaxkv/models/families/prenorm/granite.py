@@ -20,13 +20,11 @@ def read_granite(fields: Fields) -> dict[str, Any]:
     """Reads the fields common to Granite 3 and 4, as arguments of `DecoderConfig`."""
     common, has_bias = read_common(fields, num_kv_heads=(None,)), fields.flag("attention_bias", False)
     return common | dict(
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        attention_scale=fields.number("attention_multiplier", 1.0, above=0),
+        qkv_bias=has_bias, out_bias=has_bias, attention_scale=fields.number("attention_multiplier", 1.0, above=0),
         embed_scale=fields.number("embedding_multiplier", 1.0, above=0),
         residual_scale=fields.number("residual_multiplier", 1.0, above=0),
         logit_divisor=fields.number("logits_scaling", 1.0, above=0),
-    )
+    )  # fmt: skip
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:

@@ -17,34 +17,15 @@ TENSORS = {
     "attention.position_fn.key_norm": "self_attn.key_layernorm.weight",
 }
 MUST_BE: tuple[tuple[str, Any], ...] = (
-    ("use_qk_norm", True),
-    ("use_rotary_pos_emb", True),
-    ("norm_type", "rms"),
-    ("use_cla", False),
-    ("position_embedding_xdrope", False),
-    ("mlp_bias", False),
-)
+    ("use_qk_norm", True), ("use_rotary_pos_emb", True), ("norm_type", "rms"), ("use_cla", False),
+    ("position_embedding_xdrope", False), ("mlp_bias", False),
+)  # fmt: skip
 # Settings of classifiers, of training, and of features that are refused where they are on.
 UNUSED = (
-    "cla_share_factor",
-    "class_num",
-    "dense_list",
-    "enable_lm_head_fp32",
-    "mask_init_id",
-    "num_media_embeds",
-    "org_vocab_size",
-    "pool_type",
-    "im_start_id",
-    "im_end_id",
-    "im_newline_id",
-    "text_start_id",
-    "text_end_id",
-    "image_token_id",
-    "video_start_id",
-    "video_end_id",
-    "pad_id",
-    "eod_token_id",
-)
+    "cla_share_factor", "class_num", "dense_list", "enable_lm_head_fp32", "mask_init_id", "num_media_embeds",
+    "org_vocab_size", "pool_type", "im_start_id", "im_end_id", "im_newline_id", "text_start_id",
+    "text_end_id", "image_token_id", "video_start_id", "video_end_id", "pad_id", "eod_token_id",
+)  # fmt: skip
 
 
 def parse(fields: Fields) -> DecoderConfig:
@@ -60,14 +41,9 @@ def parse(fields: Fields) -> DecoderConfig:
     rope = parse_ropes(fields, common["max_seq_len"], theta=theta)[FULL]
     has_bias = fields.flag("attention_bias", False)
     return DecoderConfig(
-        **common,
-        windows=(None,) * num_layers,
-        ropes=(rope,) * num_layers,
-        qk_norm=True,
-        qk_norm_over="rotated_head",
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-    )
+        **common, windows=(None,) * num_layers, ropes=(rope,) * num_layers, qk_norm=True,
+        qk_norm_over="rotated_head", qkv_bias=has_bias, out_bias=has_bias,
+    )  # fmt: skip
 
 
 def _read_stretched_theta(fields: Fields, head_dim: int) -> float:

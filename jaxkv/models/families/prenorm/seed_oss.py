@@ -11,10 +11,9 @@ from jaxkv.models.families.family import Family, read_uniform, render_uniform
 def parse(fields: Fields) -> DecoderConfig:
     return DecoderConfig(
         **read_uniform(fields, num_kv_heads=(8,), head_dim=128),
-        qkv_bias=fields.flag("attention_bias", True),
-        out_bias=fields.flag("attention_out_bias", False),
+        qkv_bias=fields.flag("attention_bias", True), out_bias=fields.flag("attention_out_bias", False),
         mlp_bias=fields.flag("mlp_bias", False),
-    )
+    )  # fmt: skip
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:

@@ -30,13 +30,9 @@ def parse(fields: Fields) -> DecoderConfig:
     has_bias = fields.flag("attention_bias", False)
     still = dataclasses.replace(rope, partial_rotary_factor=0.0)
     return DecoderConfig(
-        **common,
-        windows=read_windows(fields, types, window),
-        ropes=tuple(rope if x else still for x in rotates),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        mlp_bias=fields.flag("mlp_bias", False),
-    )
+        **common, windows=read_windows(fields, types, window), ropes=tuple(rope if x else still for x in rotates),
+        qkv_bias=has_bias, out_bias=has_bias, mlp_bias=fields.flag("mlp_bias", False),
+    )  # fmt: skip
 
 
 def read_rotating_layers(fields: Fields, num_layers: int) -> list[bool]:
