@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import jaxkv
 
+ATTEMPTS = 3  # replicas that may die under one request
 MOST_AHEAD = 4  # requests that a replica may have more than the least busy one, for the sake of a prefix
 
 
@@ -65,6 +66,7 @@ class Replica:
 
     def __init__(self, make_engine: Callable[[], jaxkv.Engine]):
         self.engine = make_engine()
+        self._said: queue.SimpleQueue[list[jaxkv.PrefixEvent]] = queue.SimpleQueue()
         self._serving = self.engine.serve()
         self._serving.__enter__()
 
@@ -73,15 +75,29 @@ class Replica:
         return self.engine.config
 
     def stream(self, prompt: list[int], max_new_tokens: int, options: dict[str, Any]) -> Iterator[Any]:
-        """Yields the tokens of a request, and at last a list: what the prefix cache has said since the last request."""
-        events: queue.SimpleQueue[list[jaxkv.PrefixEvent]] = queue.SimpleQueue()
+        """Yields the tokens of a request, and at last a list: what the prefix cache has said, and nobody was told."""
+        has_ended = threading.Event()
 
         def note(_: Any, token: int | None) -> None:  # in the thread that takes the steps, and may read the cache
             if token is None:
-                events.put(self.engine.prefix.events())
+                self._said.put(self.engine.prefix.events())
+                has_ended.set()
 
-        yield from self.engine.submit(prompt, max_new_tokens, on_token=note, **options)
-        yield events.get()
+        request = self.engine.submit(prompt, max_new_tokens, on_token=note, **options)
+        try:
+            yield from request
+            has_ended.wait()
+            yield self._take_events()
+        finally:
+            request.cancel()  # who asked may have gone away
+
+    def _take_events(self) -> list[jaxkv.PrefixEvent]:
+        found: list[jaxkv.PrefixEvent] = []
+        while True:
+            try:
+                found += self._said.get_nowait()
+            except queue.Empty:
+                return found
 
 
 class Replicas(Protocol):
@@ -119,7 +135,7 @@ class Front:
         """Yields the tokens that `Engine.submit` of the same arguments gives."""
         options = {"seed": next(self._seeds)} | options
         given = 0
-        while True:
+        for attempt in itertools.count(1):
             with self._lock:
                 replica = self.router.choose(self._hashes(prompt, salt=options.get("salt")))
                 handle = self._handles[replica]
@@ -134,6 +150,8 @@ class Front:
                         given += 1
             except self._replicas.dead:
                 self._replace(replica)
+                if attempt == ATTEMPTS:  # it may be what ends them
+                    raise
             finally:
                 with self._lock:
                     self.router.end(replica)

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import datetime
 import hashlib
 import json
 import threading
@@ -25,7 +26,10 @@ _sent: collections.Counter[str] = collections.Counter()  # how often rows were s
 _received: collections.Counter[str] = collections.Counter()
 
 
-def transfer_address(host: str = "127.0.0.1") -> str:
+LOOPBACK = ("127.", "localhost", "::1")
+
+
+def transfer_address(host: str | None = None) -> str:
     """Returns the address at which other processes get rows from this one, and starts JAX's transfer server.
 
     Both sides of `send` and `receive` need one; processes tell each other theirs in their own way. They need not be of
@@ -36,7 +40,8 @@ def transfer_address(host: str = "127.0.0.1") -> str:
         alone.
 
     Raises:
-      ImportError: this JAX has no transfer server.
+      ImportError: this JAX has no transfer server. ValueError: it was started for this machine alone, and now others
+      are to reach it.
 
     >>> import jaxkv
     >>> jaxkv.distributed.transfer_address() == jaxkv.distributed.transfer_address()
@@ -47,8 +52,15 @@ def transfer_address(host: str = "127.0.0.1") -> str:
             from jax.experimental.transfer import start_transfer_server
         except ImportError as error:
             raise ImportError("This JAX has no jax.experimental.transfer: install a newer one.") from error
-        _servers.append(start_transfer_server(jax.local_devices()[0].client, f"{host}:0", [f"{host}:0"]))
-    return _servers[0].address()
+        own = host or "127.0.0.1"
+        _servers.append(start_transfer_server(jax.local_devices()[0].client, f"{own}:0", [f"{own}:0"]))
+    address: str = _servers[0].address()
+    if host is not None and address.startswith(LOOPBACK) and not host.startswith(LOOPBACK):
+        raise ValueError(
+            f"This process sends and gets rows at {address}, for this machine alone, and is now to be reached at "
+            f"{host}: call jaxkv.distributed.transfer_address({host!r}) before anything else moves rows."
+        )
+    return address
 
 
 def offer(cache: Cache, rows: np.ndarray, to: str) -> None:
@@ -57,15 +69,15 @@ def offer(cache: Cache, rows: np.ndarray, to: str) -> None:
     _sent[to] += 1
 
 
-def offer_rows(cache: Cache, rows: np.ndarray, key: str) -> None:
-    """Offers rows to whoever asks for `key` first, by `pull_rows`."""
+def offer_rows(cache: Cache, rows: np.ndarray, key: str, *, timeout: float | None = None) -> None:
+    """Offers rows to whoever asks for `key` first, by `pull_rows`, for so many seconds; None: for ever."""
     saved, tensors = read_rows(cache, rows)
     told = {"fields": described(saved), "tensors": [[n, x.dtype.name, list(x.shape)] for n, x in tensors.items()]}
     header = np.frombuffer(json.dumps(told).encode(), np.uint8)
     transfer_address()
     parts = [[np.array([len(header)], np.int32)], [header], [x for x in tensors.values() if x.size]]
     for i, arrays in enumerate(parts):  # the next is asked for once what was before says its shape
-        _servers[0].await_pull(_name(key) + i, jax.device_put(arrays, jax.local_devices()[0]))
+        _servers[0].await_pull(_name(key) + i, jax.device_put(arrays, jax.local_devices()[0]), timeout=_end_of(timeout))
 
 
 def receive(cache: Cache, rows: Sequence[int] | None, source: str, *, timeout: float = 60) -> tuple[Cache, list[int]]:
@@ -144,18 +156,23 @@ def _fetch(source: str) -> concurrent.futures.Future[Fetched]:
     return _fetches[source]
 
 
-def pull_rows(source: str, key: str) -> Fetched:
-    """Returns what a process offers by a key: the header of a saved cache, and its tensors. Waits for it for ever.
+def _end_of(seconds: float | None) -> datetime.datetime | None:
+    return None if seconds is None else datetime.datetime.now() + datetime.timedelta(seconds=seconds)
 
-    Raises JaxRuntimeError if that process goes.
+
+def pull_rows(source: str, key: str, *, timeout: float | None = None) -> Fetched:
+    """Returns what a process offers by a key: the header of a saved cache, and its tensors.
+
+    Waits for so many seconds; None: for ever. Raises JaxRuntimeError if that process goes, or has not offered it then.
     """
     transfer_address()
+    end = _end_of(timeout)
     name, connection = _name(key), _servers[0].connect(source)
     place = SingleDeviceSharding(jax.local_devices()[0])
 
     def pull(part: int, *specs: tuple[tuple[int, ...], Any]) -> list[np.ndarray]:
         wanted = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in specs]
-        return [np.asarray(x) for x in connection.pull(name + part, wanted)]
+        return [np.asarray(x) for x in connection.pull(name + part, wanted, timeout=end)]
 
     (size,) = pull(0, ((1,), np.int32))
     (header,) = pull(1, ((int(size[0]),), np.uint8))

@@ -94,7 +94,8 @@ def load(
     own = wanted or tensors[embed].dtype
 
     mesh = None if mesh is None else automatic(mesh)
-    on_cpu = (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "cpu"
+    device = next(iter(jax.device_put(np.zeros(0)).devices())) if mesh is None else mesh.devices.flat[0]
+    on_cpu = device.platform == "cpu"
 
     def array(path: tuple, slots: list[Slot], shape: tuple[int, ...]) -> jax.Array:
         # The leading axes stack the slots; of the other axes a device's shard can be read alone.

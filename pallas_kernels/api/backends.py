@@ -98,11 +98,15 @@ def find_platform(*arrays: Any) -> str | None:
     """Returns the platform of the devices that arrays, or descriptions of arrays, say that they lie on; None: none."""
     for x in arrays:
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-        if isinstance(sharding, jax.sharding.Sharding):
+        if isinstance(sharding, jax.sharding.Sharding) and not _is_abstract(sharding):
             device: Any = next(iter(sharding.device_set))
             platform = device.platform
             return "cuda" if platform == "gpu" else platform
     return None
+
+
+def _is_abstract(sharding: jax.sharding.Sharding) -> bool:
+    return isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
 
 
 def current_platform() -> str:

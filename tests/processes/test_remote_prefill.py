@@ -118,8 +118,18 @@ def refuse_others(address, engine):
             jaxkv.Engine(Placed(jnp.zeros(()), model), prefill=address, **ROOM)
     with pytest.raises(ValueError, match="a model of the same layers with other parameters"):
         jaxkv.Engine(Placed(jnp.ones(()), Divided(WINDOWS)), prefill=address, **ROOM)
-    with pytest.raises(ValueError, match="computed in another process, whose model has the same weights"):
+    with pytest.raises(ValueError, match="other weights than the one in another process that computes its prompts"):
         engine.update(Placed(jnp.zeros(()), Divided(WINDOWS)))
+    with pytest.raises(ValueError, match="other weights than the one in another process"):
+        engine.release(parameters=True)
+    assert not engine.is_released
+
+
+def refuse_while_it_serves(engine):
+    with pytest.raises(ValueError, match="other weights than those that it computes prompts for: end serve_prefill"):
+        engine.update(Placed(jnp.zeros(()), Divided(WINDOWS)))
+    with pytest.raises(RuntimeError, match="computes prompts for others already"), engine.serve_prefill():
+        pass
 
 
 def test_what_does_not_fit_there_is_computed_here(monkeypatch):
@@ -137,6 +147,9 @@ def test_what_does_not_fit_there_is_computed_here(monkeypatch):
         finish_and_check(engine, submit(engine, draw, 4))
         assert engine.stats()["sent"] == sent
         refuse_others(address, engine)
+        refuse_while_it_serves(there)
+        monkeypatch.setattr(there._pipeline, "send", lambda *_: 1 / 0)  # steps fail there
+        finish_and_check(engine, submit(engine, draw, 3))
     await_(lambda: engine._prefill._link.session is None)
     finish_and_check(engine, submit(engine, draw, 4))
     assert engine.stats()["sent"] == sent and there.is_idle and not there.is_served
@@ -156,6 +169,9 @@ def test_bad_calls():
         make_engine("127.0.0.1:1", prefix_cache=True)
     engine = jaxkv.Engine(Placed(jnp.zeros(()), Checksum(((7, 2),))), **ROOM)
     with pytest.raises(ValueError, match="keep first tokens before a window"), engine.serve_prefill():
+        pass
+    anywhere = "address must name this host as the others reach it"
+    with pytest.raises(ValueError, match=anywhere), make_engine(None).serve_prefill("0.0.0.0:0"):
         pass
     with pytest.raises(ValueError, match="address must be an address such as"), make_engine(None).serve_prefill("x"):
         pass

@@ -23,7 +23,7 @@ MEANINGS = {
     "blocks_peak": ("gauge", "most blocks in use at any time, the groups' summed"),
     "steps": ("counter", "steps computed"),
     "tokens": ("counter", "tokens computed, of prompts and outputs"),
-    "sent": ("counter", "rows sent from the engine's prefill= model"),
+    "sent": ("counter", "rows that came from the engine's prefill=, a model or another process"),
     "preemptions": ("counter", "rows freed for others because blocks ran out; their requests go on later"),
     "set_back": ("counter", "preemptions, by its older name"),
     "swapped_out": ("counter", "preemptions whose blocks went to host memory"),

@@ -55,16 +55,12 @@ class Updatable:
         """
         self._refuse_lockstep("update")
         restart = flag("restart", restart)
+        self._refuse_apart("update")
         with self._exclusive(is_brief=True):
             flat = jax.tree.flatten(model)  # takes longer than all else here
             parts = self._read_weights("model", model, [loop.pipeline for loop in self._loops], flat)
             drafters = [loop.drafter for loop in self._loops]
             drafts = None if draft is None else self._read_weights("draft", draft, drafters)
-            if any(loop.prefill and not loop.prefill.list_pipelines() for loop in self._loops):
-                raise ValueError(
-                    "This engine's prompts are computed in another process, whose model has the same weights: make "
-                    "both engines anew with the new ones."
-                )
             apart = [loop.prefill and loop.prefill.list_pipelines()[0] for loop in self._loops]
             if prefill is None and apart[0] is not None:
                 raise ValueError(
@@ -114,6 +110,7 @@ class Updatable:
         keep, parameters = flag("keep", keep), flag("parameters", parameters)
         if parameters:
             self._refuse_lockstep("release(parameters=True)")
+            self._refuse_apart("release(parameters=True)")
         with self._exclusive(is_brief=True):
             for prefix in [loop.residents.prefix for loop in self._loops] if keep else []:
                 if prefix is not None:
@@ -123,6 +120,19 @@ class Updatable:
                 return
             for loop in self._loops:
                 loop.release(keep=keep, parameters=parameters)
+
+    def _refuse_apart(self, method: str) -> None:
+        """Raises ValueError if rows go to or come from an engine in another process, of the same weights."""
+        if any(loop.prefill and not loop.prefill.list_pipelines() for loop in self._loops):
+            raise ValueError(
+                f"{method} would give this engine other weights than the one in another process that computes its "
+                "prompts: make both engines anew with the new ones."
+            )
+        if any(loop.on_computed is not None for loop in self._loops):
+            raise ValueError(
+                f"{method} would give this engine other weights than those that it computes prompts for: end "
+                "serve_prefill first."
+            )
 
     def restore(self) -> None:
         """Takes the memory again that `release` gave back; requests go on. Does nothing if it was not released."""

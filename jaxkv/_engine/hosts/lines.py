@@ -19,7 +19,7 @@ class Line:
     """
 
     def __init__(self, connection: socket.socket):
-        self._socket, self._rest = connection, b""
+        self._socket, self._rest = connection, bytearray()
         self._socket.settimeout(PATIENCE)
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.is_closed = False
@@ -31,14 +31,22 @@ class Line:
 
     def receive(self) -> dict[str, Any]:
         """Waits for the next message. Raises ConnectionError if the other side is gone, or sends anything else."""
+        searched = 0
         while True:
-            line, found, rest = self._rest.partition(b"\n")
-            if not found:
+            end = self._rest.find(b"\n", searched)
+            if end < 0:
+                searched = len(self._rest)
                 self._rest += self._read()
-            else:
-                self._rest = rest
-                if line:
-                    return _parse(line)
+                continue
+            line, searched = bytes(self._rest[:end]), 0
+            del self._rest[: end + 1]
+            if line:
+                return _parse(line)
+
+    @property
+    def local_host(self) -> str:
+        """The number of this host by which the other side is reached."""
+        return str(self._socket.getsockname()[0])
 
     def _read(self) -> bytes:
         if len(self._rest) > MOST:

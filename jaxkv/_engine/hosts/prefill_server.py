@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv._core.blocks.restore import describe_layer
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._engine.hosts.lines import Line, read_address
+from jaxkv._engine.hosts.lines import BEAT, Line, read_address
 from jaxkv._engine.requests.entries import parse_salt
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.scheduler import Sequence
@@ -23,6 +23,8 @@ from jaxkv._tiers.remote import offer_rows, transfer_address
 
 logger = logging.getLogger("jaxkv.engine")
 VERSION = 1  # of the messages
+OFFERED = 120  # seconds for which a row is kept for whoever asked for it
+ANYWHERE = ("0.0.0.0", "::", "*")
 
 
 class PrefillServer:
@@ -44,6 +46,12 @@ class PrefillServer:
         address: str,
     ):
         host, port = read_address("address", address)
+        if host in ANYWHERE:
+            raise ValueError(
+                f"address must name this host as the others reach it, since they get rows from there, not {host}."
+            )
+        if any(loop.on_computed is not None for loop in loops):
+            raise RuntimeError("This engine computes prompts for others already: any number of them connects to one.")
         self._submit, self._loops = submit, loops
         self._hello = {
             "version": VERSION, "model": model, "layers": describe_layers(config), "longest": config.max_seq_len,
@@ -53,7 +61,9 @@ class PrefillServer:
         self._lock = threading.Lock()
         self._askers: dict[Request, tuple[Line, int]] = {}  # who asked for each, and by which number
         self._lines: set[Line] = set()
-        self._listener = socket.create_server((host, port))
+        self._is_closed = False
+        self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._listener.settimeout(BEAT)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         for loop in loops:
             loop.on_computed = functools.partial(self._send_row, loop)
@@ -61,6 +71,7 @@ class PrefillServer:
 
     def close(self) -> None:
         """Ends all connections, and forgets what was asked for."""
+        self._is_closed = True
         for loop in self._loops:
             loop.on_computed = None
         with contextlib.suppress(OSError):  # so that `accept` wakes
@@ -71,12 +82,18 @@ class PrefillServer:
 
     def _accept(self) -> None:
         while True:
+            self._tell_failures()
             try:
                 connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
             except OSError:
                 return
             line = Line(connection)
             self._lines.add(line)
+            if self._is_closed:  # meanwhile
+                line.close()
+                return
             threading.Thread(target=self._serve, args=(line,), name="jaxkv prefill", daemon=True).start()
 
     def _serve(self, line: Line) -> None:
@@ -87,7 +104,7 @@ class PrefillServer:
             while True:
                 self._take(line, line.receive())
         except ConnectionError:
-            pass
+            self._tell_failures()
         except (KeyError, TypeError, AttributeError) as error:
             logger.warning("a process asks for prefill in other words: %r", error)
         finally:
@@ -126,12 +143,17 @@ class PrefillServer:
             return
         key = next(self._keys)
         try:
-            offer_rows(loop.residents.cache, np.array([sequence.row]), key)
+            offer_rows(loop.residents.cache, np.array([sequence.row]), key, timeout=OFFERED)
         except Exception as error:  # that engine computes it itself
             logger.exception("a row cannot be sent")
             line.send({"number": number, "error": str(error)})
         else:
             line.send({"number": number, "key": key})
+
+    def _tell_failures(self) -> None:
+        """Says of prompts that ended with a failed step that they will not be computed: no callback hears of it."""
+        for request in [request for request in list(self._askers) if request.ended == "error"]:
+            self._end(request, None)
 
     def _end(self, request: Request, token: int | None) -> None:
         """Says that a prompt will not be computed, if it has ended without."""

@@ -22,12 +22,13 @@ from jaxkv._engine.runner.cache_manager import CacheManager
 from jaxkv._engine.runner.model_runner import ModelRunner
 from jaxkv._files.format import parse_saved
 from jaxkv._files.load_rows import check_layers
-from jaxkv._tiers.remote import Fetched, pull_rows
+from jaxkv._tiers.remote import Fetched, pull_rows, transfer_address
 from jaxkv._tiers.saved_rows import plan_row
 
 logger = logging.getLogger("jaxkv.engine")
 LOOK = 0.05  # seconds of a wait for rows, within a step
 AGAIN = 1  # seconds until a lost process is looked for again
+COMING = 60  # seconds within which a row that was told of must have come
 
 
 class RemotePrefill:
@@ -205,16 +206,26 @@ class _Link:
     def _open(self) -> _Session:
         """Connects. Raises ConnectionError, and ValueError if another model is there."""
         host, port = read_address("prefill", self.address)
+        line = None
         try:
             line = Line(socket.create_connection((host, port), timeout=PATIENCE))
+            transfer_address(line.local_host)  # rows come from there, and not from this machine alone
             line.send({"version": VERSION})
             hello = line.receive()
         except OSError as error:
+            if line is not None:
+                line.close()
             raise ConnectionError(
                 f"Nobody computes prompts at {self.address} ({error}): start serve_prefill of an Engine there first."
             ) from error
+        except ValueError:  # where this process's own rows come and go
+            if line is not None:
+                line.close()
+            raise
         if hello.get("version") != VERSION:
             wrong = f"another version of jaxkv, {show(hello.get('version'))}"
+        elif not hello.keys() >= {"layers", "model", "transfer", "longest", "rows"}:
+            wrong = "something that is no engine"
         elif hello["layers"] != self._layers:
             wrong = f"a model whose {_find_difference(hello['layers'], self._layers)}"
         elif hello["model"] != self._model:
@@ -241,9 +252,8 @@ class _Link:
                 self.session = None if self.is_closed else self._open()
             except ConnectionError:
                 continue
-            except ValueError as error:
+            except ValueError as error:  # another model, which may be replaced
                 logger.error("%s", error)
-                return
         if self.session is not None:
             self.session.line.close()
 
@@ -267,7 +277,7 @@ class _Link:
         while (asked := keys.get()) is not None:
             number, key = asked
             try:
-                self._note(number, pull_rows(session.transfer, key))
+                self._note(number, pull_rows(session.transfer, key, timeout=COMING))
             except Exception as error:  # the process is gone, as the line will find
                 logger.info("a row did not come: %s", error)
                 session.line.close()
