@@ -108,8 +108,9 @@ class Search:
         self.model, self.text, self.plain = model, text, model.layer_configs
         self.hays = {length: hide(text, model.config.bos_id, words, length, length) for length in LENGTHS}
 
-    def find_stored(self) -> Iterator[dict[str, Any]]:
-        """Yields how many needles are found at each length, for each kind of storage and for windows with sinks."""
+    def find_stored(self, only: str | None = None) -> Iterator[dict[str, Any]]:
+        """Yields how many needles are found at each length, for each kind of storage, or only one, and for windows with
+        sinks."""
         narrow = Windowed(self.model, tuple(
             layer if layer.window else dataclasses.replace(layer, window=WINDOW, sink_tokens=SINKS)
             for layer in self.plain
@@ -119,6 +120,8 @@ class Search:
             (f"window of {WINDOW}, {SINKS} sink tokens", narrow, make_config(narrow.layer_configs)),
         ]
         for name, model, config in ways:
+            if only is not None and name != only:
+                continue
             row: dict[str, Any] = {"way": name}
             for length, hay in self.hays.items():
                 cache = read_ends(model, prepare(model, config, hay), hay.ends[:, :-1])

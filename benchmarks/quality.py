@@ -102,7 +102,7 @@ def kinds(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
 
 
 def replace_kind(kind: str, model: Any, documents: np.ndarray) -> None:
-    """Measures one kind anew, beside the others' rows."""
+    """Measures one kind anew, its loss and its needles, beside the others' rows."""
     began, saved = time.process_time(), json.loads((RESULTS / "quality.json").read_text())
     rows = saved["rows"]["kinds"]
     if saved["tokens"] != documents.size:
@@ -111,6 +111,12 @@ def replace_kind(kind: str, model: Any, documents: np.ndarray) -> None:
     row["cost, %"] = 100 * (row["both"] / rows[0]["both"] - 1)
     save_part("kinds", documents, began, [row if x["stored as"] == kind else x for x in rows], f"kinds, {kind}")
     table([row])
+    began, way = time.process_time(), f"stored as {kind}"
+    (found,) = search_needles().find_stored(way)
+    others = [x for x in saved["rows"]["needles"] if x["way"] != way]
+    place = KINDS.index(kind)  # as the rows of kinds come first, in their order
+    save_part("needles", documents, began, [*others[:place], found, *others[place:]], f"needles, {kind}")
+    table([found])
 
 
 def windows(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
@@ -207,11 +213,15 @@ def draft(model: Any, prompts: list[list[int]], by: Any, tokens: int, branches: 
 
 def needles(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
     """Of 8 numbers hidden in English, how many Gemma 3 gives back, at each length."""
-    model, text = load_gemma3()
-    words = text.encode("\n".join(pydoc_data.topics.topics.values()), special=False)
-    search = _needles.Search(model, text, words)
+    search = search_needles()
     for rows in (search.find_stored(), search.find_chosen(), search.find_kept()):
         yield from rows
+
+
+def search_needles() -> _needles.Search:
+    model, text = load_gemma3()
+    words = text.encode("\n".join(pydoc_data.topics.topics.values()), special=False)
+    return _needles.Search(model, text, words)
 
 
 def save_part(
