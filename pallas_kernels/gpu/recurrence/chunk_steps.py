@@ -221,3 +221,30 @@ def walk_rows(
         return told(following)
 
     lax.fori_loop(0, rows_ref[first, TURNS], take_turn, told(first))
+
+
+def launch_chunks(
+    kernel: Callable[..., None],
+    out: jax.ShapeDtypeStruct,
+    states: jax.Array,
+    rows: jax.Array,
+    snapshots: jax.Array | None,
+    arrays: dict[str, jax.Array],
+    blocks: tuple[int, int],
+    interpret: InterpretParams,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs a kernel whose thread blocks walk over rows, and returns its outputs and the pool, updated in place.
+
+    Args:
+      blocks: heads, and parts of `WIDTH` values of a head's state.
+    """
+    ref = jax.new_ref(states)
+    (y,) = plgpu.kernel(
+        kernel,
+        out_type=(out,),
+        grid=(rows.shape[0], *blocks),
+        grid_names=("row", "head", "part"),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+        interpret=interpret,
+    )(ref, rows, *(() if snapshots is None else (snapshots,)), *arrays.values())
+    return y, jax.freeze(ref)

@@ -23,6 +23,7 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     ChunkWalk,
     columns,
     landing,
+    launch_chunks,
     lay_out,
     lines,
     load_numbers,
@@ -96,7 +97,7 @@ def run_delta_chunks(
             """Returns the product of two squares in halves; that of their last bits is left out."""
             return multiply(interpret, SQUARE, (a[0], b[0]), (a[0], b[1]), (a[1], b[0]))
 
-        def apart():
+        def distances():
             """Which blocks of the diagonal two tokens are in together, in powers of two: 0 for a token and itself."""
             row, column = pair_tokens(first)
             return row ^ column
@@ -114,14 +115,14 @@ def run_delta_chunks(
                 size = lax.shift_left(jnp.int32(2), i)
                 left, right = squares()
                 put(inverse, left)
-                put(jnp.where((apart() ^ size) < size, lower, 0.0), right)  # from `size` to its double
+                put(jnp.where((distances() ^ size) < size, lower, 0.0), right)  # from `size` to its double
                 plgpu.commit_smem()
                 joined = multiply_halves(right, left)
                 put(joined, right)
                 plgpu.commit_smem()
                 return inverse - multiply_halves(left, right)
 
-            return lax.fori_loop(0, 5, join, jnp.where(apart() < 2, -lower, 0.0))
+            return lax.fori_loop(0, 5, join, jnp.where(distances() < 2, -lower, 0.0))
 
         def run_chunk(token, count, state, next_token):
             here = pl.ds(token, CHUNK)
@@ -140,14 +141,14 @@ def run_delta_chunks(
             plgpu.commit_smem()
             next_token(fetch_keys)
 
-            def decayed(products):
+            def decay(products):
                 """Returns what tokens are to later ones, and to themselves."""
                 since_across = plgpu.load(sums_s, layout=COLUMN)
                 products = products * jnp.exp(lines(since, SQUARE) - columns(since_across, SQUARE))
                 return jnp.where(see_tokens(first), products, 0.0)
 
-            lower = decayed(multiply(interpret, SQUARE, (k_s, k_s.T))) * load_beta()
-            inverse = invert(jnp.where(apart() == 0, -1.0, lower))
+            lower = decay(multiply(interpret, SQUARE, (k_s, k_s.T))) * load_beta()
+            inverse = invert(jnp.where(distances() == 0, -1.0, lower))
             _, tiles, halves, _ = locate_buffers(buffers, first)
             for x, piece in zip(state, pieces, strict=True):
                 put(x, [half.at[piece] for half in halves])
@@ -168,7 +169,7 @@ def run_delta_chunks(
             left, right = squares()
             put(gains, left)
             q_s, k_s = locate_buffers(buffers, first).tiles
-            put(decayed(multiply(interpret, SQUARE, (q_s, k_s.T))), right)
+            put(decay(multiply(interpret, SQUARE, (q_s, k_s.T))), right)
             plgpu.commit_smem()
             y = (y + multiply_halves(right, left)) * given["scale"][0]
             # What each token's gain is worth to the state at the chunk's end.
@@ -199,13 +200,6 @@ def run_delta_chunks(
         scratch = buffers, plgpu.SMEM((CHUNK,), jnp.float32), barriers
         pl.run_scoped(lambda *scratch: kernel(*refs, *scratch), *scratch)
 
-    ref = jax.new_ref(states)
-    (y,) = plgpu.kernel(
-        gated_delta_rule_chunks,
-        out_type=(out,),
-        grid=(rows.shape[0], num_heads, values // WIDTH),
-        grid_names=("row", "head", "part"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-        interpret=interpret,
-    )(ref, rows, *(() if snapshots is None else (snapshots,)), *arrays.values())
-    return y, jax.freeze(ref)
+    return launch_chunks(
+        gated_delta_rule_chunks, out, states, rows, snapshots, arrays, (num_heads, values // WIDTH), interpret
+    )

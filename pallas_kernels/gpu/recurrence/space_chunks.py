@@ -22,6 +22,7 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     ChunkWalk,
     columns,
     landing,
+    launch_chunks,
     lay_out,
     lines,
     load_numbers,
@@ -143,13 +144,6 @@ def run_space_chunks(
         scratch = buffers, plgpu.SMEM((CHUNK,), jnp.float32), plgpu.Barrier(num_arrivals=len(sizes))
         pl.run_scoped(lambda *scratch: kernel(*refs, *scratch), *scratch)
 
-    ref = jax.new_ref(states)
-    (y,) = plgpu.kernel(
-        state_space_chunks,
-        out_type=(out,),
-        grid=(rows.shape[0], num_heads, values // WIDTH),
-        grid_names=("row", "head", "part"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-        interpret=interpret,
-    )(ref, rows, *(() if snapshots is None else (snapshots,)), *arrays.values())
-    return y, jax.freeze(ref)
+    return launch_chunks(
+        state_space_chunks, out, states, rows, snapshots, arrays, (num_heads, values // WIDTH), interpret
+    )

@@ -143,12 +143,12 @@ MISTAKES = {
     "delta chunks: halves of a chunk apart": (
         "delta, chunks of one row", {"wrong"},
         Plant(
-            "run_delta_chunks", "lax.fori_loop(0, 5, join, jnp.where(apart() < 2, -lower, 0.0))",
-            "lax.fori_loop(0, 4, join, jnp.where(apart() < 2, -lower, 0.0))",
+            "run_delta_chunks", "lax.fori_loop(0, 5, join, jnp.where(distances() < 2, -lower, 0.0))",
+            "lax.fori_loop(0, 4, join, jnp.where(distances() < 2, -lower, 0.0))",
         ),
     ),
     "delta chunks: pairs of tokens apart": (
-        "delta, chunks of one row", {"wrong"}, Plant("run_delta_chunks", "apart() < 2", "apart() < 1")
+        "delta, chunks of one row", {"wrong"}, Plant("run_delta_chunks", "distances() < 2", "distances() < 1")
     ),
     "delta chunks: what the state has": (
         "delta, chunks of one row", {"wrong"},
