@@ -87,8 +87,7 @@ def unsupported(implementation: str, op: str, call: Call) -> str | None:
 
 def read_platform(platform: Any) -> str:
     """Returns a platform by any of its names. Raises ValueError for what is none."""
-    if platform == "gpu":  # JAX's own other name for it
-        return "cuda"
+    platform = _one_name(platform)
     if platform not in PLATFORMS and platform != current_platform():
         raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, not {platform!r}.")
     return platform
@@ -100,8 +99,7 @@ def find_platform(*arrays: Any) -> str | None:
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         if isinstance(sharding, jax.sharding.Sharding) and not _is_abstract(sharding):
             device: Any = next(iter(sharding.device_set))
-            platform = device.platform
-            return "cuda" if platform == "gpu" else platform
+            return _one_name(device.platform)
     return None
 
 
@@ -112,5 +110,9 @@ def _is_abstract(sharding: jax.sharding.Sharding) -> bool:
 def current_platform() -> str:
     """Returns what a program traced now is lowered for, if it does not say: the mesh's platform, else the default."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    platform = device.platform if device is not None else jax.default_backend()
+    return _one_name(device.platform if device is not None else jax.default_backend())
+
+
+def _one_name(platform: Any) -> Any:
+    """Returns the name here of a platform that JAX has two names for."""
     return "cuda" if platform == "gpu" else platform

@@ -65,7 +65,7 @@ class Division(NamedTuple):
     columns: int  # of queries, values and the output, in a consumer's registers
 
     @property
-    def by_columns(self) -> bool:
+    def splits_columns(self) -> bool:
         return self.halves == 1
 
 
@@ -120,9 +120,9 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
     (_, num_heads, stored_dim), (_, chunks, _), num_kv_heads = q.shape, items.shape, operands.head_parts
     items = items.reshape(-1, items.shape[2])
     head_dim, group, num_items = kernel_head_dim(stored_dim), num_heads // num_kv_heads, len(items)
-    own, (halves, width), by_columns = tokens_of(group), (division := divide(head_dim)), division.by_columns
+    own, (halves, width), splits_columns = tokens_of(group), (division := divide(head_dim)), division.splits_columns
     tokens, stages = tile.tokens, tile.stages
-    assert not (by_columns and (in_turns or ahead))
+    assert not (splits_columns and (in_turns or ahead))
     # Those of queries and keys that are each consumer's; of the last there may be fewer than of the output.
     spans = [pl.ds(first, min(width, head_dim - first)) for first in range(0, head_dim, width)]
     pieces = tile.pieces(kv.shape[3])
@@ -155,7 +155,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
 
         def half():
             """Which of the item's query rows are the consumer's."""
-            return jnp.int32(0) if by_columns else anew(warpgroup)
+            return jnp.int32(0) if splits_columns else anew(warpgroup)
 
         def meet():
             plgpu.barrier_arrive(together)
@@ -191,7 +191,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
 
         def own_slot(slot):
             """A slot of V: of the consumer's own ring, or of the only one."""
-            return slot + anew(warpgroup) * stages if by_columns else slot
+            return slot + anew(warpgroup) * stages if splits_columns else slot
 
         def first_of(part, i):
             """The position of a tile's first token."""
@@ -202,7 +202,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             plgpu.barrier_wait(k_ready.at[slot])
             if not quantized:
                 return k_s.at[slot]
-            if by_columns:
+            if splits_columns:
                 return widen_own_keys(slot)
             # Once all of K is widened, both have multiplied by the V before, and once V is by this K: each may be
             # overwritten then.
@@ -225,7 +225,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             slot, first = slot_of(i), first_of(part, i)
             plgpu.barrier_wait(v_ready.at[own_slot(slot)])
             if quantized:
-                if by_columns:
+                if splits_columns:
                     meet()  # both have multiplied by the keys, which these overwrite
                     values = wide[0].at[anew(warpgroup)]
                     widen(v_s.at[own_slot(slot)], values, format)
@@ -242,7 +242,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             def _():
                 sinks = window_mask.sink_tokens - first if window_mask.sink_tokens else None
                 seen = part.first_seen - first, part.stop - first, sinks
-                if by_columns:
+                if splits_columns:
                     select_seen_values(values, *seen)
                     plgpu.commit_smem()
                 else:  # both consumers read all of V: each cleans a share, and waits for the other's
@@ -317,7 +317,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             """A tile's products with the keys, and their softmax."""
             keys = ready_keys(i)
             pairs = [(q_s.at[anew(warpgroup)], keys)]
-            if by_columns:
+            if splits_columns:
                 pairs = [
                     (q_s.at[nothing() + nth, :, pl.ds(0, x.size)], keys_in(keys, nth, x)) for nth, x in enumerate(spans)
                 ]
@@ -391,7 +391,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
 
         def columns():
             """A consumer's. Copies reach beyond a D that fills no tile, as in `decode`: an offset not known ahead."""
-            if by_columns:
+            if splits_columns:
                 return pl.ds(anew(warpgroup) * width, width)
             return pl.ds(0 if stored_dim == head_dim else jnp.minimum(anew(head), 0), head_dim)
 
@@ -410,7 +410,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             plgpu.commit_smem()  # all of them are read: they may be overwritten
             q_s.at[mine][...] = queries
             plgpu.commit_smem()
-            if by_columns:
+            if splits_columns:
                 meet()  # both read all of them
 
         def write(acc, m, total):
@@ -422,10 +422,10 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
                 m, total, alpha = add_sink(m, total, sink)
             total = jnp.where(total == 0.0, 1.0, total)
             out = acc * lax.broadcast_in_dim(alpha / total, acc.shape, [0])
-            if by_columns:
+            if splits_columns:
                 meet()  # both have multiplied the queries, in whose place the output is laid out
             store(rows_s.at[mine], out.astype(q.dtype))
-            if by_columns and interpret is not None:  # which has them in two places, and would see no race
+            if splits_columns and interpret is not None:  # which has them in two places, and would see no race
                 q_s.at[mine][...] = out.astype(q.dtype)
             lse_mine = lse_s.at[mine]
             lse_mine[...] = (m + jnp.log2(total)) * math.log(2)
@@ -434,9 +434,9 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             def write_lse():
                 plgpu.copy_smem_to_gmem(lse_mine, lse_ref.at[anew(item), anew(head), pl.ds(half() * HALF, HALF)])
 
-            pl.when(mine == 0)(write_lse) if by_columns else write_lse()
+            pl.when(mine == 0)(write_lse) if splits_columns else write_lse()
             if chunks > 1:
-                target = out_ref.at[anew(item), anew(head), half(), :, columns() if by_columns else slice(None)]
+                target = out_ref.at[anew(item), anew(head), half(), :, columns() if splits_columns else slice(None)]
                 plgpu.copy_smem_to_gmem(rows_s.at[mine], target)
             else:
                 write_tokens(items_ref[anew(item), 5] + half() * own, items_ref[anew(item), 6] - half() * own)
@@ -507,7 +507,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             row, _, stop, first_seen, start, num_tiles = work()
             values = Ring(v_s, v_ready, v_free, values=1)
             rings = [Ring(k_s, k_ready, k_free), values]
-            if by_columns:
+            if splits_columns:
                 rings.append(values._replace(first_slot=stages, first_column=width))
             fetch(
                 kv_ref,
@@ -523,7 +523,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
     def paged_prefill(*refs):  # the name that profiles and dumps show
         keys, wide = slots_and_wide(kv.dtype, q.dtype, format, tile, head_dim)
         values = keys
-        if by_columns:  # a ring for each consumer; and a tile of K and one of V are multiplied in one place
+        if splits_columns:  # a ring for each consumer; and a tile of K and one of V are multiplied in one place
             own_tile = dataclasses.replace(tile, stages=CONSUMERS * stages)
             values, _ = slots_and_wide(kv.dtype, q.dtype, format, own_tile, width)
             shared = plgpu.SMEM((CONSUMERS, tokens, width), q.dtype, transforms=OPERAND)
@@ -539,7 +539,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             plgpu.SMEM((CONSUMERS, HALF), jnp.float32),
             *wide,
         )
-        readers = 1 if by_columns else CONSUMERS  # of a slot of V
+        readers = 1 if splits_columns else CONSUMERS  # of a slot of V
         sizes = stages, stages * CONSUMERS // readers
         k_ready, v_ready, k_free, v_free = (
             plgpu.Barrier(num_arrivals=n, num_barriers=size)
@@ -547,8 +547,8 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
         )
         q_ready = plgpu.Barrier(num_arrivals=group, num_barriers=CONSUMERS)
         of_both = plgpu.Barrier(num_arrivals=CONSUMERS)
-        v_selected, together = (None, of_both) if by_columns else (k_free, None)
-        widened = (of_both,) * (2 if quantized and not by_columns else 0)
+        v_selected, together = (None, of_both) if splits_columns else (k_free, None)
+        widened = (of_both,) * (2 if quantized and not splits_columns else 0)
         barriers = (
             q_ready,
             k_ready,

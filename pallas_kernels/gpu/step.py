@@ -294,7 +294,7 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
         of_rows = _as_query_rows(sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1), group)
     holes = jnp.pad(~token.valid, (0, num_items * item_tokens - num_tokens))
     holes = work.bits(holes.reshape(num_items, halves, own))
-    alone = quantized or division.by_columns  # consumers that wait for one another have no order besides
+    alone = quantized or division.splits_columns  # consumers that wait for one another have no order besides
     out, lse = prefill.attend(
         operands._replace(sinks=of_rows),
         items,

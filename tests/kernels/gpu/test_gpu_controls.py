@@ -402,12 +402,12 @@ MISTAKES = {
     "prefill, columns: the other's queries not awaited": (
         PREFILL["head_dim 320"],
         {"race", "wrong"},
-        Plant("attend.kernel.read_queries", "if by_columns:\n    meet()", ""),
+        Plant("attend.kernel.read_queries", "if splits_columns:\n    meet()", ""),
     ),
     "prefill, columns: the output over queries that are read": (
         PREFILL["head_dim 320"],
         {"race", "wrong"},
-        Plant("attend.kernel.write", "if by_columns:\n    meet()", ""),
+        Plant("attend.kernel.write", "if splits_columns:\n    meet()", ""),
     ),
     "prefill, columns: keys' first half alone": (
         PREFILL["head_dim 320"],
