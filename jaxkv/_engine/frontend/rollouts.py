@@ -141,8 +141,7 @@ class Updatable:
                 self._loop.restore()
             else:
                 for loop in self._loops:
-                    if loop.residents.is_released:
-                        loop.restore()
+                    loop.restore()
         self._wake()
 
     @property

@@ -300,8 +300,7 @@ class LockstepCores:
 
     def _restore(self) -> None:
         for loop in self.loops:
-            if loop.residents.is_released:
-                loop.restore()
+            loop.restore()
 
     def _show(self) -> Any:
         return self.cores.cache

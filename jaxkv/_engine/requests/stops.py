@@ -62,12 +62,21 @@ class TextStops:
     def _follow(self, output: Sequence[int]) -> None:
         """Decodes tokens that have come. After an interrupt all are decoded again."""
         if not self._soundness.is_kept:
-            self._stream, self._ends = self._tokenizer.stream(self._prompt), []
+            self._stream, self._ends = self._open_stream(), []
             self._start = len(self._stream.text)
         with self._soundness:
             for token in output[len(self._ends) :]:
                 self._stream.add(token)
                 self._ends.append(len(self._stream.text) - self._start)
+
+    def _open_stream(self) -> TextStreamLike:
+        stream = self._tokenizer.stream(self._prompt)
+        if not (callable(getattr(stream, "add", None)) and isinstance(getattr(stream, "text", None), str)):
+            raise ValueError(
+                f"tokenizer.stream(prompt) must return the text of tokens to come, with add(token) and text, a str, "
+                f"not {show(stream)}."
+            )
+        return stream
 
     def _text(self, output: list[int]) -> str:
         """Returns the text of an output, or of its beginning if more tokens have been decoded already."""
@@ -192,15 +201,7 @@ def read_stops(stop: Any, tokenizer: TokenizerLike | None, prompt: Sequence[int]
             "of the model, or stop sequences of token ids."
         )
     found: list[Stops] = [IdStops(ids)] if ids else []
-    if tokenizer is None:
-        return found
-    stream = tokenizer.stream(prompt)
-    if not (callable(getattr(stream, "add", None)) and isinstance(getattr(stream, "text", None), str)):
-        raise ValueError(
-            f"tokenizer.stream(prompt) must return the text of tokens to come, with add(token) and text, a str, not "
-            f"{show(stream)}."
-        )
-    return [*found, TextStops(strings, tokenizer, prompt)]
+    return found if tokenizer is None else [*found, TextStops(strings, tokenizer, prompt)]
 
 
 def _read_ids(sequence: Any) -> tuple[int, ...]:

@@ -221,7 +221,10 @@ class EngineCore:
             self._queue_open(hosted)
 
     def restore(self) -> None:
-        """Takes the memory again that `release` gave back. A second call completes an interrupted first one."""
+        """Takes the memory again that `release` gave back, if it did. A second call completes an interrupted first
+        one."""
+        if not self.residents.is_released:
+            return
         self.pipeline.clear()
         if self.prefill is not None:
             self.prefill.restore()
