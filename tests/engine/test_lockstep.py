@@ -245,6 +245,35 @@ def test_messages_are_read_in_order_and_forgotten(store, make_as_process):
     assert other.receive() == {"call": "close"}
 
 
+def test_messages_go_together_while_the_store_is_slow(store, make_as_process, monkeypatch):
+    """A put of it takes as long as a small step: what comes meanwhile waits for no put of its own."""
+    first, other = Channel([0, 1]), make_as_process(1, lambda: Channel([0, 1]))
+    begun, go, put, puts = threading.Event(), threading.Event(), store.key_value_set, []
+
+    def put_slowly(key, value):
+        begun.set()
+        assert go.wait(20)
+        puts.append(key)
+        put(key, value)
+
+    monkeypatch.setattr(store, "key_value_set", put_slowly)
+    for i in range(9):
+        first.send({"call": f"{i}\n"})
+        assert begun.wait(20)
+    go.set()
+    assert [other.receive()["call"] for _ in range(9)] == [f"{i}\n" for i in range(9)]
+    assert len(puts) == 2
+
+    def fail(*_):
+        raise TimeoutError("nobody reads")
+
+    monkeypatch.setattr(store, "key_value_set", fail)
+    with pytest.raises(TimeoutError, match="nobody reads"):
+        for _ in range(2 * CHUNK):
+            first.send({"call": "lost"})
+    first.close()
+
+
 def test_a_coordinator_that_is_gone(store, make_as_process, monkeypatch):
     other = make_as_process(1, lambda: Channel([0, 1]))
 

@@ -2,10 +2,10 @@
 
 import atexit
 import collections
-import concurrent.futures
-import contextlib
 import json
+import queue
 import secrets
+import threading
 import time
 from typing import Any
 
@@ -16,7 +16,9 @@ from jaxkv._core.state.multihost import PATIENCE, coordinator_store, exchange, l
 
 CHUNK = 64  # messages that are deleted together, once every process has read them
 PIECE = 2**20  # characters of a piece of a message
+BUSY = 0.001  # seconds until a queue that is full is looked at again
 LOOK = 1  # seconds of a wait: in between, Python sees interrupts
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def list_engine_processes(model: Any) -> list[int]:
@@ -55,10 +57,13 @@ class Channel:
         self._number = 0  # of the next piece
         self.num_messages = self.num_bytes = 0  # sent so far
         self.is_closed = False
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxkv messages")
-        self._sent: collections.deque[concurrent.futures.Future[None]] = collections.deque()
-        if self.is_first:  # at the end of the program, before JAX has the processes wait for each other
-            atexit.register(self.close)
+        self._heard: collections.deque[str] = collections.deque()  # received, and not read yet
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._error: Exception | None = None  # why a message could not be sent
+        self._sender = threading.Thread(target=self._send_all, name="jaxkv messages", daemon=True)
+        if self.is_first:
+            self._sender.start()
+            atexit.register(self.close)  # at the end of the program, before JAX has the processes wait for each other
 
     @property
     def is_first(self) -> bool:
@@ -70,15 +75,30 @@ class Channel:
 
         Raises RuntimeError or TimeoutError if an earlier message could not be sent.
         """
-        text = json.dumps(message, separators=(",", ":"))
-        while self._sent and (self._sent[0].done() or len(self._sent) > CHUNK):
-            self._sent.popleft().result()
-        self._sent.append(self._thread.submit(self._put, text))
-        time.sleep(0)  # lets that thread begin
+        text = _encode(message)
+        while self._queue.qsize() > CHUNK and self._error is None:
+            time.sleep(BUSY)
+        if self._error is not None:
+            raise self._error
+        self._queue.put(text)
         self.num_messages, self.num_bytes = self.num_messages + 1, self.num_bytes + len(text)
 
+    def _send_all(self) -> None:
+        """Sends what is in the queue, until None is. Messages that came while others were sent go together: to put a
+        value costs the host as much as a small step."""
+        is_open = True
+        while is_open and self._error is None:
+            texts = [self._queue.get()]
+            while not self._queue.empty():
+                texts.append(self._queue.get())
+            is_open = texts[-1] is not None
+            try:
+                self._put("\n".join(text for text in texts if text is not None))
+            except Exception as error:  # whoever sends next hears of it
+                self._error = error
+
     def _put(self, text: str) -> None:
-        """Puts a message into the store."""
+        """Puts messages into the store."""
         pieces = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
         for piece in pieces:
             self._forget_read()
@@ -91,23 +111,25 @@ class Channel:
         Raises:
           TimeoutError: none came for `timeout` seconds. RuntimeError: the coordinator is gone.
         """
-        text, is_whole = "", False
+        text, is_whole = "", bool(self._heard)
         while not is_whole:
             piece = self._wait(self._key(), timeout)
             self._number += 1
             if self._number % CHUNK == 0:
                 self._store.key_value_set(self._receipt(self._number // CHUNK, self.me), ".")
             text, is_whole = text + piece[1:], piece[0] == "."
-        return json.loads(text)
+        self._heard.extend(text.split("\n") if text else ())
+        return json.loads(self._heard.popleft())
 
     def close(self) -> None:
         """Sends the last message, if nothing has been the last yet: there is nobody to send any after it."""
         if self.is_first and not self.is_closed:
             self.is_closed = True
             atexit.unregister(self.close)
-            self._thread.shutdown()
-            with contextlib.suppress(Exception):  # nobody is left to read it
-                self._put(json.dumps({"call": "close"}))
+            self._queue.put(_encode({"call": "close"}))
+            self._queue.put(None)
+            if threading.current_thread() is not self._sender:  # in which an engine may be found to be gone
+                self._sender.join()
 
     def _key(self) -> str:
         return f"{self._name}/{self._number // CHUNK}/{self._number}"

@@ -14,6 +14,7 @@ class Replica(Request):
     """
 
     number_here = -1  # by which messages name it
+    _origin: Request | None = None
 
     def join(self, origin: Request, end: Callable[[Request], Any]) -> None:
         """Passes on everything to `origin` from now on; calls `end(origin)` if that ends before this does."""
@@ -22,27 +23,27 @@ class Replica(Request):
 
     @property
     def origin(self) -> Request:
-        return getattr(self, "_origin", self)
+        return self if self._origin is None else self._origin
 
     def begin(self) -> None:
         super().begin()
-        if self.origin is not self:
-            self.origin.begin()
+        if self._origin is not None:
+            self._origin.begin()
 
     def receive(self, token: int, logprobs: dict[int, float] | None) -> None:
         super().receive(token, logprobs)
-        if self.origin is not self and not self.origin.done:
-            self.origin.receive(token, logprobs)
-            if self.origin.done and not self.done:
-                self._end_origin(self.origin)
+        if (origin := self._origin) is not None and origin.stopped is None:
+            origin.receive(token, logprobs)
+            if origin.stopped is not None and not self.done:
+                self._end_origin(origin)
 
     def refuse(self, why: str) -> None:
         super().refuse(why)
-        if self.origin is not self and not self.origin.done:
-            self.origin.refuse(why)
+        if self._origin is not None and not self._origin.done:
+            self._origin.refuse(why)
 
     def withdraw(self, error: Exception | None = None) -> bool:
         """Records the cancellation, here and of the origin."""
-        if self.origin is not self:
-            self.origin.withdraw(error)
+        if self._origin is not None:
+            self._origin.withdraw(error)
         return super().withdraw(error)
