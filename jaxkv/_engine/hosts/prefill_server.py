@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv._core.blocks.restore import describe_layer
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._engine.hosts.lines import BEAT, Line, read_address
+from jaxkv._engine.hosts.json_connection import BEAT, JsonConnection, read_address
 from jaxkv._engine.requests.entries import parse_salt
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.scheduler import Sequence
@@ -59,8 +59,8 @@ class PrefillServer:
         }  # fmt: skip
         self._keys = (f"{secrets.token_hex(8)} {n}" for n in itertools.count())
         self._lock = threading.Lock()
-        self._askers: dict[Request, tuple[Line, int]] = {}  # who asked for each, and by which number
-        self._lines: set[Line] = set()
+        self._askers: dict[Request, tuple[JsonConnection, int]] = {}  # who asked for each, and by which number
+        self._connections: set[JsonConnection] = set()
         self._is_closed = False
         self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._listener.settimeout(BEAT)
@@ -77,47 +77,47 @@ class PrefillServer:
         with contextlib.suppress(OSError):  # so that `accept` wakes
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for line in list(self._lines):
-            line.close()
+        for connection in list(self._connections):
+            connection.close()
 
     def _accept(self) -> None:
         while True:
             self._tell_failures()
             try:
-                connection, _ = self._listener.accept()
+                accepted, _ = self._listener.accept()
             except TimeoutError:
                 continue
             except OSError:
                 return
-            line = Line(connection)
-            self._lines.add(line)
+            connection = JsonConnection(accepted)
+            self._connections.add(connection)
             if self._is_closed:  # meanwhile
-                line.close()
+                connection.close()
                 return
-            threading.Thread(target=self._serve, args=(line,), name="jaxkv prefill", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), name="jaxkv prefill", daemon=True).start()
 
-    def _serve(self, line: Line) -> None:
+    def _serve(self, connection: JsonConnection) -> None:
         """Takes the messages of a connection until it ends; what is not computed then is cancelled."""
         try:
-            line.receive()
-            line.send(self._hello)
+            connection.receive()
+            connection.send(self._hello)
             while True:
-                self._take(line, line.receive())
+                self._take(connection, connection.receive())
         except ConnectionError:
             pass
         except (KeyError, TypeError, AttributeError) as error:
             logger.warning("a process asks for prefill in other words: %r", error)
         finally:
-            line.close()
-            self._lines.discard(line)
-            for request in [request for request, (other, _) in list(self._askers.items()) if other is line]:
+            connection.close()
+            self._connections.discard(connection)
+            for request in [request for request, (other, _) in list(self._askers.items()) if other is connection]:
                 request.cancel()
 
-    def _take(self, line: Line, message: dict[str, Any]) -> None:
+    def _take(self, connection: JsonConnection, message: dict[str, Any]) -> None:
         """Submits a prompt, or cancels the one of a number."""
         number = message["number"]
         if "prompt" not in message:
-            for request in [request for request, asker in list(self._askers.items()) if asker == (line, number)]:
+            for request in [request for request, asker in list(self._askers.items()) if asker == (connection, number)]:
                 request.cancel()
             return
         with self._lock:  # it may be computed before it is known who asked
@@ -132,23 +132,23 @@ class PrefillServer:
                     on_token=self._end,
                 )
             except (ValueError, RuntimeError) as error:
-                line.send({"number": number, "error": str(error)})
+                connection.send({"number": number, "error": str(error)})
             else:
-                self._askers[request] = line, number
+                self._askers[request] = connection, number
 
     def _send_row(self, loop: EngineCore, sequence: Sequence) -> None:
         """Offers the row of a prompt to whoever asked for it. It is copied, so it may be freed."""
-        line, number = self._find(sequence.request)
-        if line is None or line.is_closed:
+        connection, number = self._find(sequence.request)
+        if connection is None or connection.is_closed:
             return
         key = next(self._keys)
         try:
             offer_rows(loop.residents.cache, np.array([sequence.row]), key, timeout=OFFERED)
         except Exception as error:  # that engine computes it itself
             logger.exception("a row cannot be sent")
-            line.send({"number": number, "error": str(error)})
+            connection.send({"number": number, "error": str(error)})
         else:
-            line.send({"number": number, "key": key})
+            connection.send({"number": number, "key": key})
 
     def _tell_failures(self) -> None:
         """Says of prompts that ended with a failed step that they will not be computed: no callback hears of it."""
@@ -158,11 +158,11 @@ class PrefillServer:
     def _end(self, request: Request, token: int | None) -> None:
         """Says that a prompt will not be computed, if it has ended without."""
         if token is None:
-            line, number = self._find(request)
-            if line is not None:
-                line.send({"number": number, "error": request.error or request.ended})
+            connection, number = self._find(request)
+            if connection is not None:
+                connection.send({"number": number, "error": request.error or request.ended})
 
-    def _find(self, request: Request) -> tuple[Line | None, int]:
+    def _find(self, request: Request) -> tuple[JsonConnection | None, int]:
         """Returns who asked for a request, once."""
         with self._lock:
             return self._askers.pop(request, (None, 0))

@@ -13,7 +13,7 @@ from typing import Any
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import show
 from jaxkv._core.state.errors import CacheFileError
-from jaxkv._engine.hosts.lines import PATIENCE, Line, read_address
+from jaxkv._engine.hosts.json_connection import PATIENCE, JsonConnection, read_address
 from jaxkv._engine.hosts.prefill_server import VERSION, describe_layers
 from jaxkv._engine.requests.entries import render_salt
 from jaxkv._engine.requests.queue import Queue
@@ -113,7 +113,7 @@ class RemotePrefill:
     def _forget(self, number: int) -> None:
         del self._asked[number]
         if self._session is not None:
-            self._session.line.send({"number": number})
+            self._session.connection.send({"number": number})
 
     def _ask(self, waiting: Queue) -> None:
         """Sends prompts to the other process, as many as it is worth."""
@@ -127,7 +127,7 @@ class RemotePrefill:
         for sequence in self._held.first(max(room, 0)):
             self._held.remove(sequence)
             self._asked[self._count] = sequence
-            session.line.send(
+            session.connection.send(
                 {
                     "number": self._count,
                     "prompt": sequence.tokens[:-1],
@@ -181,8 +181,8 @@ class RemotePrefill:
 class _Session:
     """A connection to a process, and what that has said of itself."""
 
-    def __init__(self, line: Line, hello: dict[str, Any]):
-        self.line, self.transfer = line, hello["transfer"]
+    def __init__(self, connection: JsonConnection, hello: dict[str, Any]):
+        self.connection, self.transfer = connection, hello["transfer"]
         self.longest, self.rows = hello["longest"], hello["rows"]
 
 
@@ -201,26 +201,26 @@ class _Link:
     def close(self) -> None:
         self.is_closed, session = True, self.session
         if session is not None:
-            session.line.close()
+            session.connection.close()
 
     def _open(self) -> _Session:
         """Connects. Raises ConnectionError, and ValueError if another model is there."""
         host, port = read_address("prefill", self.address)
-        line = None
+        connection = None
         try:
-            line = Line(socket.create_connection((host, port), timeout=PATIENCE))
-            transfer_address(line.local_host)  # rows come from there, and not from this machine alone
-            line.send({"version": VERSION})
-            hello = line.receive()
+            connection = JsonConnection(socket.create_connection((host, port), timeout=PATIENCE))
+            transfer_address(connection.local_host)  # rows come from there, and not from this machine alone
+            connection.send({"version": VERSION})
+            hello = connection.receive()
         except OSError as error:
-            if line is not None:
-                line.close()
+            if connection is not None:
+                connection.close()
             raise ConnectionError(
                 f"Nobody computes prompts at {self.address} ({error}): start serve_prefill of an Engine there first."
             ) from error
         except ValueError:  # where this process's own rows come and go
-            if line is not None:
-                line.close()
+            if connection is not None:
+                connection.close()
             raise
         if hello.get("version") != VERSION:
             wrong = f"another version of jaxkv, {show(hello.get('version'))}"
@@ -231,8 +231,8 @@ class _Link:
         elif hello["model"] != self._model:
             wrong = "a model of the same layers with other parameters"
         else:
-            return _Session(line, hello)
-        line.close()
+            return _Session(connection, hello)
+        connection.close()
         raise ValueError(
             f"prefill must be the same model in another process, but at {self.address} is {wrong}: load both from one "
             "folder, with the same cache_dtype."
@@ -255,7 +255,7 @@ class _Link:
             except ValueError as error:  # another model, which may be replaced
                 logger.error("%s", error)
         if self.session is not None:
-            self.session.line.close()
+            self.session.connection.close()
 
     def _listen(self, session: _Session) -> None:
         keys: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
@@ -263,7 +263,7 @@ class _Link:
         threading.Thread(target=self._fetch, args=(session, keys), name="jaxkv fetch", daemon=True).start()
         try:
             while True:
-                message = session.line.receive()
+                message = session.connection.receive()
                 if "key" in message:
                     keys.put((message["number"], message["key"]))
                 else:
@@ -271,16 +271,16 @@ class _Link:
         except (ConnectionError, KeyError) as error:
             logger.info("%s: %s", self.address, error)
         keys.put(None)
-        session.line.close()
+        session.connection.close()
 
     def _fetch(self, session: _Session, keys: "queue.SimpleQueue[tuple[int, str] | None]") -> None:
         while (asked := keys.get()) is not None:
             number, key = asked
             try:
                 self._note(number, pull_rows(session.transfer, key, timeout=COMING))
-            except Exception as error:  # the process is gone, as the line will find
+            except Exception as error:  # the process is gone, as the connection will find
                 logger.info("a row did not come: %s", error)
-                session.line.close()
+                session.connection.close()
 
     def _note(self, number: int, fetched: Fetched | str) -> None:
         self.arrived.append((number, fetched))

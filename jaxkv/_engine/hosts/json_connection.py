@@ -12,18 +12,18 @@ BEAT = 1  # seconds between signs
 MOST = 2**26  # bytes of a line
 
 
-class Line:
+class JsonConnection:
     """A connection by which both sides send messages at any time.
 
     A thread sends them, so `send` waits for nobody. It gives a sign of life, an empty line, when there is nothing else.
     """
 
-    def __init__(self, connection: socket.socket):
-        self._socket, self._rest = connection, bytearray()
+    def __init__(self, connected: socket.socket):
+        self._socket, self._rest = connected, bytearray()
         self._socket.settimeout(PATIENCE)
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.is_closed = False
-        threading.Thread(target=self._send_all, name="jaxkv line", daemon=True).start()
+        threading.Thread(target=self._send_all, name="jaxkv connection", daemon=True).start()
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message, unless the other side is gone: `receive` raises then."""
