@@ -139,10 +139,20 @@ def test_rows_come_and_go_in_little_room(fields):
     assert engine.prefix.stats()["hits"] and engine.set_back
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="minutes of cuts")
-@pytest.mark.timeout(3600)
-def test_whatever_cuts_off_a_call_no_token_is_wrong():
-    engine, prompts = make_engine(num_blocks=18), [[5, 7, 11] * 4, [3], [5, 7, 11, 5, 7, 11, 1, 2], [9, 8] * 6]
+CUT = {
+    "computed again": {"swap": "never", "steps_per_dispatch": 3},
+    "swapped": {"swap": "always", "spill_bytes": 2000},
+    "some guesses wrong": {"draft": Hybrid(wrong=3), "draft_tokens": 3},
+}
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="minutes of cuts: 5,000 of them")
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("event", ["line", "opcode"])
+@pytest.mark.parametrize("way", CUT)
+def test_whatever_cuts_off_a_call_no_token_is_wrong(way, event):
+    engine = make_engine(num_blocks=18, **CUT[way])
+    prompts = [[5, 7, 11] * 4, [3], [5, 7, 11, 5, 7, 11, 1, 2], [9, 8] * 6]
 
     def work(requests):
         for prompt in prompts:
@@ -156,7 +166,7 @@ def test_whatever_cuts_off_a_call_no_token_is_wrong():
         engine.prefix.check_invariants(engine.cache)
         assert engine.cache.is_empty
 
-    cut_anywhere(work, check, "line", 400)
+    cut_anywhere(work, check, event, 850)
 
 
 # On a cache of one's own.
