@@ -55,7 +55,7 @@ def test_each_request_has_its_own_adapter(way):
     list(engine.run())
     for request in requests:
         for sample in request.samples:
-            assert sample.tokens == continuation(PROMPT, 12, request.adapter), way
+            assert sample.tokens == continuation(PROMPT, 12, request.params.adapter), way
     assert len({tuple(request.tokens) for request in requests}) == 3
     assert way != "swapped" or engine.stats()["swapped_out"]
 
@@ -80,8 +80,8 @@ def test_an_adapter_goes_with_a_saved_engine(tmp_path):
     other = jaxkv.Engine(Adapted(WINDOWS), **ROOM)
     requests = other.load(tmp_path / "engine")
     list(other.run())
-    assert [request.adapter for request in requests] == [2, 1, 1]
-    assert all(request.tokens == continuation(PROMPT, 9, request.adapter) for request in requests)
+    assert [request.params.adapter for request in requests] == [2, 1, 1]
+    assert all(request.tokens == continuation(PROMPT, 9, request.params.adapter) for request in requests)
 
 
 def test_a_hook_is_told_of_adapters():

@@ -184,7 +184,7 @@ def test_requests_of_all_priorities_get_their_tokens(engine):
         engine.step()
     finish(engine, requests, (None, 7))
     urgent = [engine.submit([3] * 9, 2, priority=p) for p in (3, -1, 3, 3, 3, 3)]
-    assert [r.priority for r in urgent][:2] == [3, -1]
+    assert [r.params.priority for r in urgent][:2] == [3, -1]
     finish(engine, [], ())
     assert urgent[0].tokens == continuation((None, 7), [3] * 9, 2, None)
     for bad in (1.5, "high", None):

@@ -30,7 +30,7 @@ def test_a_request_leaves_what_it_is_to_leave(windows, n):
         assert kept(engine, [*prompt, *request.tokens]) == expected
         assert keep_prefix or engine.prefix.stats()["blocks"] == before
     jaxkv.check_invariants(engine.cache)
-    assert engine.submit(PROMPT, 1, keep_prefix="prompt", n=2).samples[1].keep_prefix == "prompt"
+    assert engine.submit(PROMPT, 1, keep_prefix="prompt", n=2).samples[1].params.keep_prefix == "prompt"
 
 
 def test_nobody_shares_with_who_leaves_nothing_but_it_shares_with_others():
@@ -61,7 +61,7 @@ def test_what_is_kept_goes_with_a_saved_engine(tmp_path):
     engine.save(tmp_path / "engine")
     other = jaxkv.Engine(Checksum(WINDOWS), **ROOM, num_blocks=60)
     requests = other.load(tmp_path / "engine")
-    assert [request.keep_prefix for request in requests] == [False, "prompt", True]
+    assert [request.params.keep_prefix for request in requests] == [False, "prompt", True]
     list(other.run())
     assert [kept(other, [*r.prompt, *r.tokens]) for r in requests] == [0, 15, 21]
 

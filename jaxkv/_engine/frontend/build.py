@@ -55,51 +55,63 @@ def read_deterministic(deterministic: Any, *models: Any) -> bool:
     return True
 
 
-def make_cores(
-    models: list[Any],
-    config: CacheConfig,
-    *,
-    prefix: tuple[Any, ...],
-    swap: Swap,
-    host_bandwidth: float,
-    evict: Eviction | None,
-    hook: Hook | None,
-    hook_args: HookArgs,
-    step_tokens: int,
-    long_prefill_tokens: int | None,
-    steps_per_dispatch: int,
-    draft: Any,
-    guesses: tuple[int, int],
-    prefill: Any,
-    deterministic: bool,
-) -> list[EngineCore]:
-    """Makes a loop for each shard of a model; `config` is that of each shard's cache.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CoreOptions:
+    """How an engine's loops work: options of `Engine`, read and equal in all loops; bytes are of all loops together."""
 
-    Args:
-      prefix: for `make_prefix`: whether there is one, total bytes of host memory, folder and bytes there, and total
-        bytes of snapshots.
-    """
-    count, (is_wanted, spill_bytes, disk, disk_bytes, snapshot_bytes) = len(models), prefix
+    step_tokens: int
+    long_prefill_tokens: int | None
+    steps_per_dispatch: int
+    draft_tokens: int
+    draft_branches: int
+    swap: Swap
+    host_bandwidth: float
+    evict: Eviction | None
+    hook: Hook | None
+    hook_args: HookArgs
+    deterministic: bool
+    prefix_cache: Any
+    spill_bytes: Any
+    disk: Any
+    disk_bytes: Any
+    snapshot_bytes: Any
+
+
+def make_cores(
+    models: list[Any], config: CacheConfig, options: CoreOptions, *, draft: Any, prefill: Any
+) -> list[EngineCore]:
+    """Makes a loop for each shard of a model; `config` is that of each shard's cache. Raises ValueError."""
+    count, disk, snapshot_bytes = len(models), options.disk, options.snapshot_bytes
     if snapshot_bytes is not None:
         snapshot_bytes = real("snapshot_bytes", snapshot_bytes, least=0) / count
-    spill_bytes = real("spill_bytes", spill_bytes, least=0) // count
+    spill_bytes = real("spill_bytes", options.spill_bytes, least=0) // count
     drafts, prefills = _parts("draft", draft, count), _parts("prefill", prefill, count)
+    guesses, deterministic = (options.draft_tokens, options.draft_branches), options.deterministic
+    sizes = (options.step_tokens, options.long_prefill_tokens)
     loops = []
     for model, own_draft, own_prefill in zip(models, drafts, prefills, strict=True):
-        own_prefix = make_prefix(model, config, is_wanted, spill_bytes, disk, disk_bytes, snapshot_bytes)
+        own_prefix = make_prefix(
+            model, config, options.prefix_cache, spill_bytes, disk, options.disk_bytes, snapshot_bytes
+        )
         disk = None if own_prefix is None else own_prefix.files  # one folder, whose index all of them share
         residents = CacheManager(
-            config, model, prefix=own_prefix, swap=swap, host_bandwidth=host_bandwidth, eviction=evict
+            config,
+            model,
+            prefix=own_prefix,
+            swap=options.swap,
+            host_bandwidth=options.host_bandwidth,
+            eviction=options.evict,
         )
-        pipeline = ModelRunner(model, residents, hook, step_tokens, *guesses, hook_args, deterministic)
-        drafter = make_drafter(own_draft, config, step_tokens, *guesses)
-        sizes = (step_tokens, long_prefill_tokens)
+        pipeline = ModelRunner(
+            model, residents, options.hook, options.step_tokens, *guesses, options.hook_args, deterministic
+        )
+        drafter = make_drafter(own_draft, config, options.step_tokens, *guesses)
         apart: Prefill | RemotePrefill | None = None
         if isinstance(own_prefill, str):
             apart = RemotePrefill(own_prefill, config, fingerprint(model))
         elif own_prefill is not None:
             apart = Prefill(own_prefill, config, *sizes, residents, deterministic)
-        loops.append(EngineCore(residents, pipeline, *sizes, steps_per_dispatch, drafter, apart))
+        loops.append(EngineCore(residents, pipeline, *sizes, options.steps_per_dispatch, drafter, apart))
     return loops
 
 

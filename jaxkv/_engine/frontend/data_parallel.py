@@ -144,7 +144,7 @@ class DataParallelCores:
         passed: list[Request] = []
         was_one_placed = False
         count = len(self.submitted) if must else LOOK_AHEAD
-        for request in heapq.nsmallest(count, list(self.submitted), key=lambda r: r.priority):  # the earliest
+        for request in heapq.nsmallest(count, list(self.submitted), key=lambda r: r.params.priority):  # the earliest
             # An interrupted call may have left a request that is placed already.
             if request.done or any(loop.has(request) for loop in self.loops):
                 self._forget(request)

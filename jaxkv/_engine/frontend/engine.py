@@ -9,7 +9,7 @@ from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.config.validation import flag, integer, read_list, real, show
 from jaxkv._core.state.device_arrays import split_model, take_local_model
 from jaxkv._engine.frontend import metrics as figures
-from jaxkv._engine.frontend.build import check_fields, make_cores, read_deterministic, read_longest
+from jaxkv._engine.frontend.build import CoreOptions, check_fields, make_cores, read_deterministic, read_longest
 from jaxkv._engine.frontend.checkpoint import Resumable
 from jaxkv._engine.frontend.data_parallel import DataParallelCores, join_config, split_fields
 from jaxkv._engine.frontend.engine_lock import EngineLock
@@ -181,28 +181,30 @@ class Engine(Closable, Servable, Resumable, Updatable):
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
         check_shapes(models[0], config, is_divided=mesh is not None)
         self.config = join_config(config, len(models))
-        self._loops = make_cores(
-            models,
-            config,
-            prefix=(prefix_cache, spill_bytes, disk, disk_bytes, snapshot_bytes),
-            swap=swap,
-            evict=evict,
-            host_bandwidth=host_bandwidth,
-            hook=logits_hook,
-            hook_args=hook_args,
+        options = CoreOptions(
             step_tokens=self.step_tokens,
             long_prefill_tokens=long_prefill_tokens,
             steps_per_dispatch=self.steps_per_dispatch,
-            draft=draft,
-            guesses=guesses,
-            prefill=prefill,
+            draft_tokens=guesses[0],
+            draft_branches=guesses[1],
+            swap=swap,
+            host_bandwidth=host_bandwidth,
+            evict=evict,
+            hook=logits_hook,
+            hook_args=hook_args,
             deterministic=deterministic,
+            prefix_cache=prefix_cache,
+            spill_bytes=spill_bytes,
+            disk=disk,
+            disk_bytes=disk_bytes,
+            snapshot_bytes=snapshot_bytes,
         )
+        self._loops = make_cores(models, config, options, draft=draft, prefill=prefill)
         self._loop = DataParallelCores(self._loops, model, self.config) if len(models) > 1 else self._loops[0]
         self._turn, outer_args = EngineLock(), hook_args  # of the requests that are submitted
         if processes:
-            options = [step_tokens, long_prefill_tokens, steps_per_dispatch, seed, prefix_cache, spill_bytes]
-            said = repr([*options, snapshot_bytes, swap, host_bandwidth, guesses, draft == "ngram", deterministic])
+            numbers = [step_tokens, long_prefill_tokens, steps_per_dispatch, seed, prefix_cache, spill_bytes]
+            said = repr([*numbers, snapshot_bytes, swap, host_bandwidth, guesses, draft == "ngram", deterministic])
             outer_args = HookArgs()
             self._loop = LockstepCores(self._loop, self._loops, processes, said, hook_args, outer_args)
             self._turn.refuse = self._loop.refuse_follower
@@ -349,7 +351,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
           ValueError: an invalid argument; nothing has changed then. EngineFull: `max_waiting` samples wait.
         """
         self._turn.refuse_closed()
-        samples = self._reader.read(
+        limit, samples = self._reader.read(
             prompt,
             max_new_tokens,
             n,
@@ -368,7 +370,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
             on_token=on_token,
         )
         self._refuse_full(len(samples))
-        request = self._reader.make(samples)
+        request = self._reader.make(prompt, limit, samples)
         if not self._loop.is_busy:
             self._warn_of_other_weights()
         self._loop.submitted.append(request)

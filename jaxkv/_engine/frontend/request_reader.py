@@ -1,5 +1,6 @@
 """Reads what a caller asks for into requests, and checks it against the engine's model, cache and options."""
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +9,7 @@ from jaxkv._core.config.validation import MOST_INDEX, flag, integer
 from jaxkv._core.state.interrupts import Numbers
 from jaxkv._engine.requests.block_accounting import Holdings
 from jaxkv._engine.requests.hook_args import HookArgs
-from jaxkv._engine.requests.request import Request
+from jaxkv._engine.requests.request import Request, RequestParams
 from jaxkv._engine.requests.sampling import SamplingParams
 from jaxkv._engine.requests.stops import read_stops
 from jaxkv._engine.requests.submission import (
@@ -74,8 +75,8 @@ class RequestReader:
         tokenizer: Any,
         prompt_logprobs: Any,
         **options: Any,
-    ) -> list[dict[str, Any]]:
-        """Returns the options of each sample of a request, for `make`. Raises ValueError.
+    ) -> tuple[int, list[RequestParams]]:
+        """Returns the limit of tokens, and what each sample of a request asks for, for `make`. Raises ValueError.
 
         Args:
           options: others of `Engine.submit`, as they are given.
@@ -88,24 +89,29 @@ class RequestReader:
             raise ValueError(f"The prompt cannot be continued: {why}.")
         count = integer("n", n, least=1, most=2**16)
         choices = [self._read_choice(draw, None if draw[-1] is None else j) for j in range(count)]
-        shared = {
-            "eos": read_eos(options["eos"], self.read_default("eos_ids")), "salt": read_salt(options["salt"]),
-            "num_logprobs": self.read_logprobs(options["logprobs"]), "adapter": self.read_adapter(options["adapter"]),
-            "keep_prefix": read_keep_prefix(options["keep_prefix"]),
-            "priority": integer("priority", options["priority"], least=-MOST_INDEX, most=MOST_INDEX),
-            "hook_args": self.read_hook_args(options["hook_args"]),
-            "include_stop": flag("include_stop", options["include_stop"]),
-            "on_token": read_callback(options["on_token"]),
-            "prompt": prompt, "limit": limit,
-        }  # fmt: skip
-        return [
-            {**shared, "choice": choice, "stops": read_stops(stop, tokenizer, prompt), "is_scored": is_scored and not j}
+        shared = RequestParams(
+            choice=choices[0],
+            eos=read_eos(options["eos"], self.read_default("eos_ids")),
+            salt=read_salt(options["salt"]),
+            num_logprobs=self.read_logprobs(options["logprobs"]),
+            priority=integer("priority", options["priority"], least=-MOST_INDEX, most=MOST_INDEX),
+            hook_args=self.read_hook_args(options["hook_args"]),
+            keep_prefix=read_keep_prefix(options["keep_prefix"]),
+            adapter=self.read_adapter(options["adapter"]),
+            include_stop=flag("include_stop", options["include_stop"]),
+            on_token=read_callback(options["on_token"]),
+        )
+        return limit, [
+            dataclasses.replace(
+                shared, choice=choice, stops=read_stops(stop, tokenizer, prompt), is_scored=is_scored and not j
+            )
             for j, choice in enumerate(choices)
         ]
 
-    def make(self, samples: list[dict[str, Any]]) -> Request:
+    def make(self, prompt: Any, limit: int, samples: list[RequestParams]) -> Request:
         """Makes the request of samples that were read."""
-        return Request.several([self._make(self.numbers.take(), self.news, **options) for options in samples])
+        made = [self._make(params, self.numbers.take(), prompt, limit, self.news) for params in samples]
+        return Request.several(made)
 
     def read_stream(
         self,
@@ -120,10 +126,11 @@ class RequestReader:
     ) -> list[list[Request]]:
         """Returns the samples of each prompt of a stream, numbered from 0 on. Raises ValueError for any of them."""
         n = integer("n", n, least=1, most=2**16)
-        options: dict[str, Any] = {
-            "choice": self._read_choice(draw, None),
-            "eos": read_eos(eos, self.read_default("eos_ids")), "salt": read_salt(salt), "num_logprobs": None,
-        }  # fmt: skip
+        params = RequestParams(
+            choice=self._read_choice(draw, None),
+            eos=read_eos(eos, self.read_default("eos_ids")),
+            salt=read_salt(salt),
+        )
         limits = read_limits(max_new_tokens, len(prompts))
         asked = list(enumerate(zip(prompts, limits, strict=True)))
         problems = [
@@ -133,16 +140,13 @@ class RequestReader:
         ]
         if problems:
             raise ValueError("\n".join(problems))
-        return [
-            [self._make(i * n + j, news, prompt=prompt, limit=limit, **options) for j in range(n)]
-            for i, (prompt, limit) in asked
-        ]
+        return [[self._make(params, i * n + j, prompt, limit, news) for j in range(n)] for i, (prompt, limit) in asked]
 
-    def _make(self, number: int, news: dict[Request, None], *, prompt: Any, limit: int, **options: Any) -> Request:
+    def _make(self, params: RequestParams, number: int, prompt: Any, limit: int, news: dict[Request, None]) -> Request:
         tokens = read_prompt(prompt)
         assert isinstance(tokens, list)
         limit = min(limit, self.most_tokens - len(tokens))
-        return Request(number=number, prompt=tokens, limit=limit, news=news, engine=self.engine, **options)
+        return Request(params, number=number, prompt=tokens, limit=limit, news=news, engine=self.engine)
 
     # Single options.
 

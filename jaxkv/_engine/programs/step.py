@@ -25,12 +25,12 @@ from jaxkv._engine.programs.step_rows import (
     Hook,
     Result,
     StepMemory,
+    StepVariant,
     TokenChoice,
     row_of,
     rows_of,
 )
 from jaxkv._engine.programs.verify import Drafts, verify as verify_drafts, verify_trees
-from jaxkv._engine.requests.sampling import Kind
 
 
 @share_programs
@@ -44,34 +44,21 @@ def step_program(
 ) -> Any:
     """Compiles the step of a model and a cache given as structures of pytrees: engines with equal ones share it.
 
-    A `cache_program` with the arguments `leaves, memory, rows, tokens, kind=, count=, steps=`: the model's leaves,
-    `rows` i32[NUM_FIELDS + n, S] with the hook's n numbers by their `form`, packed `tokens` i32[N], or None for one or
-    several steps of one token per row; `count` likeliest tokens are returned. The memory is donated too, and the result
-    is a `Result`. With `verify`, up to `verify` last tokens of a row may be drafts; the result is that of `verify + 1`
-    steps. For trees, `tokens` is i32[2, N], with each token's parent, counted from its row's first, below it. With
-    `targets` i32[N], negative for none, packed tokens are scored: the logits of all of them are computed then. `place`
-    is for caches on devices of several processes: all that hosts read is whole there.
+    A `cache_program` with the arguments `leaves, memory, rows, tokens, variant=`: the model's leaves, `rows`
+    i32[NUM_FIELDS + n, S] with the hook's n numbers by their form, packed `tokens` i32[N], or None for one or several
+    steps of one token per row. The memory is donated too, and the result is a `Result`. With `variant.verify` it is
+    that of `verify + 1` steps. For trees, `tokens` is i32[2, N], with each token's parent, counted from its row's
+    first, below it. With `targets` i32[N], negative for none, packed tokens are scored: the logits of all of them are
+    computed then. `place` is for caches on devices of several processes: all that hosts read is whole there.
     """
 
-    def program(
-        cache,
-        leaves,
-        memory,
-        rows,
-        tokens,
-        targets=None,
-        *,
-        kind: Kind,
-        count: int,
-        steps: int,
-        verify: int = 0,
-        form=None,
-    ):
+    def program(cache, leaves, memory, rows, tokens, targets=None, *, variant: StepVariant):
+        verify = variant.verify
         inner = functools.partial(verify_drafts, Drafts(verify, rows[GUESSED])) if verify else _step
         if tokens is not None and tokens.ndim == 2:
             tokens, parents = tokens
             inner = functools.partial(verify_trees, Drafts(verify, rows[GUESSED], parents))
-        asked = Asked.unpack(rows, form)
+        asked = Asked.unpack(rows, variant.form)
         answer = functools.partial(
             logits_at,
             jax.tree.unflatten(model, leaves),
@@ -80,7 +67,7 @@ def step_program(
             deterministic=deterministic,
         )
         run = functools.partial(_run, answer, targets=targets)
-        compute = functools.partial(inner, run, TokenChoice(hook, asked, kind, count))
+        compute = functools.partial(inner, run, TokenChoice(hook, asked, variant.kind, variant.count))
 
         def step(cache, memory, tokens, counts, due):
             out, last, cache, memory = compute(cache, memory, tokens, counts)
@@ -97,8 +84,9 @@ def step_program(
                 out, cache, memory = step(cache, memory, memory.last[:, None], active.astype(jnp.int32), active)
                 return (cache, memory), out
 
-            if steps > 1:
-                (cache, memory), out = jax.lax.scan(decode, (cache, memory), jnp.arange(steps, dtype=jnp.int32))
+            if variant.steps > 1:
+                steps = jnp.arange(variant.steps, dtype=jnp.int32)
+                (cache, memory), out = jax.lax.scan(decode, (cache, memory), steps)
             else:
                 (cache, memory), out = decode((cache, memory), jnp.int32(0))
         else:
@@ -110,7 +98,7 @@ def step_program(
         numbers, likely, scores = share((numbers, likely, memory.scores), place)
         return Result(numbers, memory._replace(scores=None), likely, scores), cache
 
-    return cache_program(structure, program, donate=(2,), static=("kind", "count", "steps", "verify", "form"))
+    return cache_program(structure, program, donate=(2,), static=("variant",))
 
 
 def _step(run: Any, choice: TokenChoice, cache: Any, memory: StepMemory, tokens: Any, counts: jax.Array) -> tuple:

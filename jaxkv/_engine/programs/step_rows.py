@@ -1,5 +1,6 @@
 """What a step's program takes and returns: the host's fields of each row, and the state between steps."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -61,6 +62,17 @@ class StepMemory(NamedTuple):
     tokens: jax.Array | None  # i32[S, max_seq_len]: those of each row, where a hook wants them
     queries: tuple[jax.Array, ...] = ()  # [S, W, H, D] of each layer that evicts, if its score needs them
     scores: jax.Array | None = None  # within a step: see `Result`
+
+
+@dataclasses.dataclass(frozen=True)
+class StepVariant:
+    """What a step's program is compiled for, beside shapes."""
+
+    kind: Kind  # what its rows need to choose tokens
+    count: int  # likeliest tokens that are returned
+    steps: int = 1  # of one token per row, in one call
+    verify: int = 0  # last tokens of a row that may be drafts
+    form: Form | None = None  # of the hook's numbers
 
 
 class Result(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer
 from jaxkv._engine.requests.hook_args import HookArgs, from_json
-from jaxkv._engine.requests.request import Request
+from jaxkv._engine.requests.request import Request, RequestParams
 from jaxkv._engine.requests.sampling import SamplingParams
 from jaxkv._engine.requests.stops import IdStops, read_stops
 from jaxkv._engine.requests.submission import read_eos, read_keep_prefix, read_salt, read_stop
@@ -18,17 +18,17 @@ CHOSEN = {None: 0, 0: -1}  # what entries say where no number of likeliest token
 
 def render_request(request: Request, hook_args: HookArgs) -> dict[str, Any]:
     """Returns the entry of a request, without stop strings. Raises ValueError for hook arguments that are no JSON."""
-    scores = request.prompt_logprobs
+    params, scores = request.params, request.prompt_logprobs
     return {
         "number": request.number, "prompt": request.prompt, "limit": request.limit,
         "tokens": request.tokens if request.done else request.output,
-        "choice": dataclasses.asdict(request.choice), "eos": sorted(request.eos),
-        "salt": render_salt(request.salt),
-        "num_logprobs": CHOSEN.get(request.num_logprobs, request.num_logprobs), "given": request.given,
+        "choice": dataclasses.asdict(params.choice), "eos": sorted(params.eos),
+        "salt": render_salt(params.salt),
+        "num_logprobs": CHOSEN.get(params.num_logprobs, params.num_logprobs), "given": request.given,
         "stopped": request.stopped, "refusal": request.refusal, "stop_token": request.stop_token,
         "stop_logprob": repr(request.stop_logprob),
-        "priority": request.priority, "hook_args": hook_args.to_json(request.hook_args),
-        "keep_prefix": request.keep_prefix, "adapter": request.adapter, "include_stop": request.search.is_included,
+        "priority": params.priority, "hook_args": hook_args.to_json(params.hook_args),
+        "keep_prefix": params.keep_prefix, "adapter": params.adapter, "include_stop": request.search.is_included,
         "stop": [list(stop) for stops in request.search.stops if isinstance(stops, IdStops) for stop in stops.stops],
         # As text, since JSON has neither keys that are numbers nor infinities.
         "logprobs": [[[token, repr(p)] for token, p in pairs.items()] for pairs in request.output_logprobs],
@@ -50,11 +50,7 @@ def read_request(
       ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError: it is no entry of a request.
     """
     choice = entry["choice"]
-    request = make(
-        number=integer("number", entry["number"], least=0),
-        prompt=_read_tokens(entry["prompt"]),
-        limit=integer("limit", entry["limit"], least=0),
-        eos=read_eos(entry["eos"]),
+    params = RequestParams(
         choice=SamplingParams.read(
             choice["temperature"],
             choice["top_k"],
@@ -63,6 +59,7 @@ def read_request(
             choice["seed"],
             choice.get("draws"),
         ),
+        eos=read_eos(entry["eos"]),
         salt=parse_salt(*entry["salt"]),
         num_logprobs=_read_num_logprobs(entry["num_logprobs"]),
         priority=integer("priority", entry.get("priority", 0), least=None, most=None),
@@ -72,6 +69,12 @@ def read_request(
         stops=read_stops(entry.get("stop", []), None, ()),
         include_stop=flag("include_stop", entry.get("include_stop", False)),
         is_scored="scores" in entry,
+    )
+    request = make(
+        params,
+        number=integer("number", entry["number"], least=0),
+        prompt=_read_tokens(entry["prompt"]),
+        limit=integer("limit", entry["limit"], least=0),
         **options,
     )
     if request.scores is not None:

@@ -33,6 +33,24 @@ class Times:
         return self.tokens[0] if self.tokens else None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestParams:
+    """What `Engine.submit` asks for beside a prompt and a number of tokens; its arguments say what each means."""
+
+    choice: SamplingParams
+    eos: frozenset[int] = frozenset()
+    salt: str | bytes | None = None
+    num_logprobs: int | None = None
+    priority: int = 0
+    hook_args: list[np.ndarray] | None = None
+    keep_prefix: KeepPrefix = True
+    adapter: int = 0
+    stops: Sequence[Stops] = ()
+    include_stop: bool = False
+    on_token: "Callable[[Request, int | None], Any] | None" = None
+    is_scored: bool = False  # whether the log-probabilities of the prompt's tokens are wanted
+
+
 class Request:
     """A prompt to be continued, made by `Engine.submit`. It is hashable by identity.
 
@@ -54,32 +72,20 @@ class Request:
 
     def __init__(
         self,
+        params: RequestParams,
         *,
         number: int,
         prompt: list[int],
         limit: int,
-        choice: SamplingParams,
-        eos: frozenset[int],
-        salt: str | bytes | None,
-        num_logprobs: int | None,
         news: "dict[Request, None]",
         engine: Callable[[], Any] = lambda: None,
-        priority: int = 0,
-        hook_args: list[np.ndarray] | None = None,
-        keep_prefix: KeepPrefix = True,
-        adapter: int = 0,
-        stops: Sequence[Stops] = (),
-        include_stop: bool = False,
-        on_token: "Callable[[Request, int | None], Any] | None" = None,
-        is_scored: bool = False,
     ):
-        self.number, self.prompt, self.limit = number, prompt, limit
-        self.choice, self.eos, self.salt, self.num_logprobs = choice, eos, salt, num_logprobs
-        self.priority, self.hook_args, self.keep_prefix, self.adapter = priority, hook_args, keep_prefix, adapter
-        self.search, self.on_token = StopSearch(stops, is_included=include_stop), on_token
+        self.params, self.number, self.prompt, self.limit = params, number, prompt, limit
+        self.search = StopSearch(params.stops, is_included=params.include_stop)
+        self.on_token = params.on_token
         self.output: list[int] = []  # all tokens, those of a stop sequence too
         self.output_logprobs: list[dict[int, float]] = []
-        self.scores = PromptScores(len(prompt)) if is_scored else None
+        self.scores = PromptScores(len(prompt)) if params.is_scored else None
         self.times = Times()
         self.listeners: dict[Callable[[], Any], None] = {}  # called when there is news
         self.observed = 0  # tokens whose latency was counted
@@ -88,7 +94,7 @@ class Request:
         self.exception: Exception | None = None  # what a callback or hook raised
         self.num_restarts = 0  # how often `Engine.update` began it anew
         self._samples: tuple[Request, ...] = ()  # where it stands for several; never itself
-        self.column, self.kind = choice.column(number), KINDS.index(choice.kind)
+        self.column, self.kind = params.choice.column(number), KINDS.index(params.choice.kind)
         self.news = news  # the reader's set: the request adds itself there when it has news
         self.given = 0  # how many tokens have been handed out
         self.is_end_told = False
@@ -108,19 +114,12 @@ class Request:
         if len(samples) == 1:
             return first
         both = cls(
+            dataclasses.replace(first.params, stops=(), on_token=None, is_scored=False),
             number=first.number,
             prompt=first.prompt,
             limit=first.limit,
-            choice=first.choice,
-            eos=first.eos,
-            salt=first.salt,
-            num_logprobs=first.num_logprobs,
             news=first.news,
             engine=first.engine,
-            priority=first.priority,
-            hook_args=first.hook_args,
-            keep_prefix=first.keep_prefix,
-            adapter=first.adapter,
         )
         for sample in samples[1:]:
             sample._first = first
@@ -227,7 +226,7 @@ class Request:
         Raises:
           ValueError: it was submitted without `logprobs`.
         """
-        if self.num_logprobs is None:
+        if self.params.num_logprobs is None:
             raise ValueError("Samples are compared by their log-probabilities: submit the request with logprobs=0.")
 
         def score(sample: Request) -> float:
@@ -285,7 +284,7 @@ class Request:
         if not self.limit:  # only the prompt was of interest
             self._end("length")
             return
-        if token in self.eos:
+        if token in self.params.eos:
             self.stop = (token, None if logprobs is None else logprobs[token])
             self._end("eos")
             return

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import show
 from jaxkv._engine.requests.queue import Queue
-from jaxkv._engine.requests.request import Request
+from jaxkv._engine.requests.request import Request, RequestParams
 from jaxkv._engine.requests.sampling import SamplingParams
 from jaxkv._engine.requests.scheduler import Scheduler, Sequence, Unsure
 from jaxkv._engine.runner.cache_manager import CacheManager
@@ -23,16 +23,7 @@ from jaxkv._tiers.send import lifted
 MOST_FLIGHTS = 2  # in-flight steps: one that runs, and one that waits for it
 
 # No token is chosen here, so this is the cheapest choice.
-_NOBODY = Request(
-    number=0,
-    prompt=[0],
-    limit=1,
-    choice=SamplingParams(),
-    eos=frozenset(),
-    salt=None,
-    num_logprobs=None,
-    news={},
-)
+_NOBODY = Request(RequestParams(choice=SamplingParams()), number=0, prompt=[0], limit=1, news={})
 
 
 class PromptComputer(Protocol):

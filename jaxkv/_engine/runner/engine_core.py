@@ -421,16 +421,17 @@ class EngineCore:
 
 def make_sequence(request: Request) -> Sequence:
     """Returns the sequence of a request, with no tokens in any cache."""
+    params = request.params
     limit = len(request.prompt) + max(request.limit, 1)  # the last of a prompt's tokens gives one in any case
     tokens = [*request.prompt, *request.output]
-    shareable = {True: math.inf, False: 0, "prompt": len(request.prompt)}[request.keep_prefix]
+    shareable = {True: math.inf, False: 0, "prompt": len(request.prompt)}[params.keep_prefix]
     return Sequence(
         tokens,
         limit,
-        request.salt,
+        params.salt,
         request,
         len(request.prompt),
-        priority=request.priority,
+        priority=params.priority,
         shareable=shareable,
-        adapter=request.adapter,
+        adapter=params.adapter,
     )

@@ -1,6 +1,7 @@
 """The model runner: sends steps to the device, and reads them when they are done."""
 
 import collections
+import functools
 import time
 from typing import Any, NamedTuple
 
@@ -27,10 +28,12 @@ from jaxkv._engine.programs.step_rows import (
     TOKEN,
     Hook,
     Result,
+    StepVariant,
     new_memory,
     note_tokens,
 )
 from jaxkv._engine.requests.hook_args import Form, HookArgs
+from jaxkv._engine.requests.request import RequestParams
 from jaxkv._engine.requests.sampling import KINDS, Kind
 from jaxkv._engine.requests.scheduler import ScheduledStep, Sequence
 from jaxkv._engine.runner.cache_manager import CacheManager
@@ -175,7 +178,7 @@ class ModelRunner:
             rows[COLUMN, row] = sequence.request.column
             rows[PROMPT, row], rows[ADAPTER, row] = sequence.prompt, sequence.adapter
             if form is not None:
-                rows[NUM_FIELDS:, row] = form.pack(sequence.request.hook_args)
+                rows[NUM_FIELDS:, row] = form.pack(sequence.request.params.hook_args)
             if _is_scored(sequence):
                 scored.append((sequence.request, sequence.cached, len(given), len(tokens)))
             if is_decode:
@@ -199,12 +202,16 @@ class ModelRunner:
             for request, first, count, begin in scored:
                 following = request.prompt[first + 1 : first + 1 + count]
                 targets[begin : begin + len(following)] = following
-        kind = KINDS[max(sequence.request.kind for sequence, _, _ in work)]
-        count = count_likeliest(*(sequence.request.num_logprobs for sequence, _, _ in work))
+        variant = StepVariant(
+            kind=KINDS[max(sequence.request.kind for sequence, _, _ in work)],
+            count=count_likeliest(*(sequence.request.params.num_logprobs for sequence, _, _ in work)),
+            steps=steps,
+            verify=(verify := self.draft_tokens if has_guesses else 0),
+            form=form,
+        )
         began = time.perf_counter()
-        verify = self.draft_tokens if has_guesses else 0
-        shape = (packed is not None and packed.shape[-1], kind, count, steps, verify, form, targets is None)
-        result = self._call(rows, packed, kind, count, steps, verify, form, targets)
+        shape = (packed is not None and packed.shape[-1], variant, targets is None)
+        result = self._call(rows, packed, variant, targets)
         own = rows[GUESSED] if verify else rows[COUNT] if is_decode else np.ones_like(rows[COUNT])
         due = [(s, row, int(own[row])) for s, row, _ in work if rows[DUE, row]]
         is_first, width = shape not in self._shapes, max(steps, verify + 1)
@@ -253,7 +260,7 @@ class ModelRunner:
             (
                 sequence,
                 [
-                    (tokens[i * max_seqs + row], likely and _logprobs(likely, i, row, sequence.request.num_logprobs))
+                    (tokens[i * max_seqs + row], likely and _logprobs(likely, i, row, sequence.request.params))
                     for i in range(count)
                 ],
             )
@@ -276,36 +283,20 @@ class ModelRunner:
             lines = (2,) if self.guesses_trees else ()
             programs += [(np.zeros((*lines, size), np.int32), 1, self.draft_tokens) for size in self.sizes]
         calls: list[Any] = [
-            lambda tokens=tokens, n=n, v=v, kind=kind, count=count: self._call(rows, tokens, kind, count, n, v, form)
-            for tokens, n, v in programs for kind in kinds for count in counts
-        ]  # fmt: skip
+            functools.partial(self._call, rows, tokens, StepVariant(kind, count, steps, verify, form))
+            for tokens, steps, verify in programs
+            for kind in kinds
+            for count in counts
+        ]
         if self.residents.eviction is not None:
             calls.append(lambda: self.residents.call(self._thin, rows[COUNT] > 0, self._memory.queries))
         return calls
 
     def _call(
-        self,
-        rows: np.ndarray,
-        tokens: np.ndarray | None,
-        kind: Kind,
-        count: int,
-        steps: int,
-        verify: int,
-        form: Form | None,
-        targets: np.ndarray | None = None,
+        self, rows: np.ndarray, tokens: np.ndarray | None, variant: StepVariant, targets: np.ndarray | None = None
     ) -> Result:
         numbers, *out = self.residents.call(
-            self._program,
-            self.leaves,
-            self._memory,
-            rows,
-            tokens,
-            targets,
-            kind=kind,
-            count=count,
-            steps=steps,
-            verify=verify,
-            form=form,
+            self._program, self.leaves, self._memory, rows, tokens, targets, variant=variant
         )
         structure: Any = jax.tree.structure(self._memory)
         memory, more = out[: structure.num_leaves], out[structure.num_leaves :]
@@ -348,8 +339,8 @@ def count_likeliest(*wanted: int | None) -> int:
     return most and 1 << (most - 1).bit_length()
 
 
-def _logprobs(likely: Any, step: int, row: int, count: int | None) -> dict[int, float] | None:
-    if count is None:
+def _logprobs(likely: Any, step: int, row: int, params: RequestParams) -> dict[int, float] | None:
+    if params.num_logprobs is None:
         return None
-    values, tokens = (x[step, row, : 1 + count].tolist() for x in likely)
+    values, tokens = (x[step, row, : 1 + params.num_logprobs].tolist() for x in likely)
     return dict(zip(tokens[1:], values[1:], strict=True)) | {tokens[0]: values[0]}
