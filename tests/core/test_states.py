@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from nightly import NIGHTLY, skip_by_day
 from state_trial import (
     ATTENTION,
@@ -115,16 +116,44 @@ def test_rows_over_devices_have_states_of_their_own():
     assert not states[3].any()
 
 
-def test_states_are_divided_over_heads():
-    mesh = jax.make_mesh((2,), ("model",))
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto] if NIGHTLY else [AxisType.Auto])
+def test_states_are_divided_over_heads(kind):
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(kind,))
     specs = jaxkv.partition_specs(make_config(), mesh)
     assert specs.states[0] == {name: jax.P(None, "model") for name in ("conv", "state")} and specs.states[1] is None
     cache = jaxkv.init(make_config(), mesh=mesh)
     assert cache.states[0]["state"].sharding.spec == jax.P(None, "model")
     with jax.set_mesh(mesh):
         y, cache = padded_step(cache, jnp.array([[1, 2]] * ROWS), jnp.array([2] * ROWS))
+    assert cache.states[0]["state"].sharding.spec == jax.P(None, "model")
     np.testing.assert_allclose(np.asarray(y)[0], expected((1, 2))[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(states_of(cache)[3], expected((1, 2))[1][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("heads", [4, 3])  # divided, and whole on both devices
+def test_kernels_of_states_run_on_each_device(heads, kind):
+    """Lowered for a TPU, which has no kernel that the compiler could divide."""
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(kind,))
+    layer = jaxkv.LayerConfig.recurrent(state=((heads, 16, 128), "float32"))
+    cache = jaxkv.init(make_config(layer, ATTENTION), mesh=mesh)
+
+    def step(cache, k, v, g):
+        cache = jaxkv.extend(cache, jnp.ones(ROWS, jnp.int32))
+        y, cache = jaxkv.gated_delta_rule(k, k, v, g, g, cache, 0, implementation="tpu")
+        z, cache = jaxkv.state_space(
+            v[..., :16], g, g[0, 0], v[..., :1, :], v[..., :1, :], cache, 0, implementation="tpu"
+        )
+        return y.sum() + z.sum(), cache
+
+    def token(*shape):
+        return jnp.ones((ROWS, 1, *shape))
+
+    with jax.set_mesh(mesh):
+        traced = jax.jit(step).trace(cache, token(1, 16), token(heads, 128), token(heads))
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    kernels = [line for line in text.splitlines() if "tpu_custom_call" in line]
+    assert len(kernels) == 2 and all(f"5x{2 if heads == 4 else 3}x16x128xf32" in line for line in kernels)
 
 
 def test_a_cache_with_states_is_one_of_many():

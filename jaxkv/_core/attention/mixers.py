@@ -10,7 +10,8 @@ import numpy as np
 
 import pallas_kernels
 from jaxkv._core.attention.plan import Step, check_plan, settle_cache, settle_tables
-from jaxkv._core.blocks.state_replay import run_on_mesh, select_fixed
+from jaxkv._core.blocks.mixer_shards import run_on_mesh
+from jaxkv._core.blocks.state_replay import select_fixed
 from jaxkv._core.blocks.state_slots import end_snapshots, snapshot_arguments
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import show
@@ -311,7 +312,7 @@ def _open(
         target = jnp.where((slots.slots == NULL_SLOT) | _guessing(slots), -1, slots.slots)  # -1: not written
         longest = 1 if packed is not None else token_axes[-1]
         recorded = record_inputs(found, slots, name, door.__name__, tokens, **select_fixed(options))
-        y, states = run_on_mesh(door, apart[name])(
+        y, states = run_on_mesh(door, apart[name], found.heads)(
             **arrays,
             **options,
             states=apart[name],

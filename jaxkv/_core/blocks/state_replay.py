@@ -6,15 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, PartitionSpec
 
 import pallas_kernels
+from jaxkv._core.blocks.mixer_shards import SHOWN, run_on_mesh
 from jaxkv._core.blocks.state_slots import assign_slots, snapshot_arguments
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.head_rows import row_tables
 from jaxkv._core.state.state import BlockTables
-from jaxkv._core.state.state_slots import NULL_SLOT, MixerInputs, StateSlots, name_inputs
+from jaxkv._core.state.state_slots import NULL_SLOT, MixerInputs, StateLayer, StateSlots, name_inputs
 
 FIXED = ("A",)  # arguments of mixers without token axes that a state depends on
 
@@ -46,7 +45,7 @@ def take_in(cache: Cache, before: jax.Array, kept: jax.Array, longest: int) -> C
         for name in apart:
             inputs = guesses.inputs.get(name_inputs(layer, name))
             if inputs is not None:
-                apart = apart | {name: _replay(inputs, apart[name], taken, tables, cache, longest, find)}
+                apart = apart | {name: _replay(inputs, apart[name], taken, tables, found, longest, find)}
         states[first] = found.with_apart(apart)
     return cache.replace(state_slots=taken, states=tuple(states))
 
@@ -56,7 +55,7 @@ def _replay(
     states: jax.Array,
     slots: StateSlots,
     tables: BlockTables,
-    cache: Cache,
+    layer: StateLayer,
     longest: int,
     find: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
@@ -73,12 +72,12 @@ def _replay(
     # Queries have no part in a state; the output is dropped.
     arrays |= {"gated_delta_rule": {"q": arrays.get("k")}, "state_space": {"C": arrays.get("B")}}.get(inputs.mixer, {})
     door = getattr(pallas_kernels, inputs.mixer)
-    _, changed = run_on_mesh(door, states)(
+    _, changed = run_on_mesh(door, states, layer.heads)(
         **arrays,
         states=states,
         slots=find(slots.source),
         to_slots=find(jnp.where(slots.slots == NULL_SLOT, -1, slots.slots)),
-        **snapshot_arguments(slots, tables, cache.config, longest, find),
+        **snapshot_arguments(slots, tables, layer.config, longest, find),
         lengths=tables.lengths,
         new=tables.new,
     )
@@ -94,25 +93,5 @@ def _pad(x: jax.Array, tables: BlockTables, inputs: MixerInputs, longest: int) -
 
 
 def _is_packed(inputs: MixerInputs) -> bool:
-    shown, inner = {"causal_conv": ("x", 1), "gated_delta_rule": ("v", 2), "state_space": ("x", 2)}[inputs.mixer]
+    shown, inner = SHOWN[inputs.mixer]
     return inputs.tokens[shown].ndim == inner + 1
-
-
-def run_on_mesh(door: Callable[..., Any], states: jax.Array) -> Callable[..., Any]:
-    """Returns a mixer whose arrays the compiler shards as it likes, also on a mesh with explicit axes. States stay as
-    they are divided, and the output is whole."""
-    place = jax.typeof(states).sharding
-    kinds = dict(zip(place.mesh.axis_names, place.mesh.axis_types, strict=True))
-    explicit = tuple(name for name, kind in kinds.items() if kind == AxisType.Explicit)
-    if not explicit:
-        return door
-
-    def run(**arguments: Any) -> Any:
-        arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray)}
-        rest = {name: x for name, x in arguments.items() if name not in arrays}
-        free = jax.sharding.auto_axes(
-            lambda arrays: door(**arrays, **rest), axes=explicit, out_sharding=(PartitionSpec(), place.spec)
-        )
-        return free(arrays)
-
-    return run

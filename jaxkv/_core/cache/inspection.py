@@ -58,7 +58,13 @@ class Views:
         states, slots = self.states[self.config.state_stack(number)[0]], self.state_slots
         assert states is not None and slots is not None
         return StateLayer(
-            states=states, slots=slots, tables=self.tables[0], place=place, number=number, config=self.config
+            states=states,
+            slots=slots,
+            tables=self.tables[0],
+            place=place,
+            number=number,
+            config=self.config,
+            heads=next((pool.heads for pool in self.pools if pool is not None), None),
         )
 
     def pool(self, layer: int) -> Pool:

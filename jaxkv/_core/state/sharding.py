@@ -130,7 +130,7 @@ def run_on_shards(
 @functools.partial(jax.jit, static_argnames=("function", "structure", "in_specs", "out_specs", "shards", "static"))
 def _run(leaves, *, function, structure, in_specs, out_specs, shards, static):
     mesh = shards.mesh
-    leaves = [_reshard(x, spec, mesh) for x, spec in zip(leaves, in_specs, strict=True)]
+    leaves = [reshard(x, spec, mesh) for x, spec in zip(leaves, in_specs, strict=True)]
 
     apart = _IndexApart(out_specs, shards.context)
 
@@ -177,7 +177,7 @@ def map_devices(function: Callable, mesh: AbstractMesh, in_specs: Any, out_specs
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False)
 
 
-def _reshard(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:
+def reshard(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:
     """Reshards an array to its spec if axes are explicit, which `shard_map` leaves to its caller."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if AxisType.Explicit not in kinds.values():
@@ -189,7 +189,7 @@ def _reshard(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:
 def replicate(x: jax.Array) -> jax.Array:
     """Returns a replicated copy of an array: with explicit axes only such arrays can be indexed."""
     mesh = jax.typeof(x).sharding.mesh
-    return x if mesh.empty else _reshard(x, WHOLE, mesh)
+    return x if mesh.empty else reshard(x, WHOLE, mesh)
 
 
 def share(tree: Any, place: NamedSharding | None) -> Any:

@@ -97,6 +97,8 @@ class StateLayer:
     place: jax.Array | None = None  # i32[]: the layer's index among stacked layers
     number: int = dataclasses.field(metadata={"static": True})
     config: CacheConfig = dataclasses.field(metadata={"static": True})
+    # The mesh axis that heads or channels are divided over, as those of pools; None: one device.
+    heads: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     __repr__ = describe_state_layer
 

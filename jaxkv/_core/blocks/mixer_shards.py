@@ -1,0 +1,79 @@
+"""Mixers over the devices of a mesh: each computes its own heads, or channels, whose states it holds.
+
+As for pools (`sharding`), a TPU's compiler refuses kernels that no `shard_map` divides, and elsewhere it may gather the
+states.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxkv._core.state.sharding import WHOLE, head_spec, map_devices, replicate, reshard
+
+# Of each mixer: an array that shows the token axes, and how many axes stand behind them, first heads or channels.
+SHOWN = {"causal_conv": ("x", 1), "gated_delta_rule": ("v", 2), "state_space": ("x", 2)}
+BY_TOKEN = ("x", "q", "k", "v", "g", "beta", "dt", "B", "C")  # heads stand behind the token axes
+BY_HEAD = ("weight", "bias", "A", "D")  # heads, or channels, stand first
+SHARED = ("q", "k", "B", "C")  # of fewer heads, which others share
+
+
+def run_on_mesh(door: Callable[..., Any], states: jax.Array, axis: str | None) -> Callable[..., Any]:
+    """Returns a mixer that runs on each device of the states' mesh with its own heads; on one device, and inside a
+    `shard_map` over all axes, the mixer itself. States stay as they are divided; the output is whole, if axes are
+    explicit, and else the compiler's to divide.
+
+    Args:
+      states: `[slots, heads or channels, ...]`.
+      axis: the mesh axis that heads are divided over where they are even.
+    """
+    mesh = jax.typeof(states).sharding.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if all(kind == AxisType.Manual for kind in kinds.values()):
+        return door
+    count = 1 if axis is None or kinds.get(axis) in (None, AxisType.Manual) else mesh.shape[axis]
+    divided = count > 1 and states.shape[1] % count == 0
+
+    def run(**arguments: Any) -> Any:
+        arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray)}
+        static = tuple((name, x) for name, x in arguments.items() if name not in arrays)
+        name, inner = SHOWN[door.__name__]
+        front, specs = arrays[name].ndim - inner, dict.fromkeys(arrays, WHOLE)
+        if divided:
+            assert axis is not None
+            specs |= {name: head_spec(front, axis) for name in BY_TOKEN if name in arrays}
+            specs |= {name: head_spec(0, axis) for name in BY_HEAD if name in arrays} | {"states": head_spec(1, axis)}
+            arrays |= {name: _repeat(arrays[name], front, count) for name in SHARED if name in arrays}
+        y = specs[name]
+        return _run(
+            arrays, door=door, static=static, specs=tuple(specs.items()), out_specs=(y, specs["states"]), mesh=mesh
+        )
+
+    return run
+
+
+@functools.partial(jax.jit, static_argnames=("door", "static", "specs", "out_specs", "mesh"))
+def _run(
+    arrays: dict[str, Any],
+    *,
+    door: Callable[..., Any],
+    static: tuple[tuple[str, Any], ...],
+    specs: tuple[tuple[str, PartitionSpec], ...],
+    out_specs: tuple[PartitionSpec, PartitionSpec],
+    mesh: Any,
+) -> tuple[jax.Array, jax.Array]:
+    each = dict(specs)
+    arrays = {name: reshard(x, each[name], mesh) for name, x in arrays.items()}
+    y, states = map_devices(lambda arrays: door(**arrays, **dict(static)), mesh, (each,), out_specs)(arrays)
+    return replicate(y), states
+
+
+def _repeat(x: Any, axis: int, count: int) -> Any:
+    """Returns heads that others share as so many that each of `count` devices has those of its own heads."""
+    times = math.lcm(x.shape[axis], count) // x.shape[axis]
+    return x if times == 1 else jnp.repeat(replicate(jnp.asarray(x)), times, axis=axis)
