@@ -124,7 +124,7 @@ def paged_attention(
         Decode steps in which a token sees its whole row run in any backend, others in XLA.
       tokens: `i32[S, T, n]` or `i32[N, n]`: of its row each token sees only those at these positions that it would see
         otherwise, each once; others, such as -1, are no tokens. Work and bytes go by n. Not with `mask`, `spans`,
-        `tree` or `blocks`. XLA runs it; for GPUs' kernels it brings the rows of few queries together.
+        `tree` or `blocks`. For kernels XLA brings the rows of each query together.
       return_lse: also return the natural logarithm of the softmax's denominator, its sink included.
       implementation: None picks the kernels of the platform, and XLA where they do not fit; a name insists.
 

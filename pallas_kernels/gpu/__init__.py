@@ -3,19 +3,19 @@
 `step` prepares a step and calls the kernels: `decode` for rows with one new token, `prefill` for the others, `latent`
 for both over latent rows. They take their work from lists built on the device (`work_items`) and their tile sizes from
 `tuning`, and share `tiles`; `support` refuses what they cannot do. The write of the cache is XLA's in-place scatter.
-`chosen_tokens` brings rows that were chosen one by one together for them. `mixers` has the layers that keep a state,
-whose kernels are in `recurrence`.
+Rows that were chosen one by one XLA brings together for them. `mixers` has the layers that keep a state, whose kernels
+are in `recurrence`.
 """
 
 import functools
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.gpu import mixers as mixers
-from pallas_kernels.gpu.chosen_tokens import attend_tokens
 from pallas_kernels.gpu.dequantize import FORMATS as FORMATS
 from pallas_kernels.gpu.interpreter import check_interpreter_threads
 from pallas_kernels.gpu.step import attend
 from pallas_kernels.gpu.support import unsupported as unsupported
+from pallas_kernels.xla.chosen_rows import attend_tokens
 from pallas_kernels.xla.spans import attend_spans
 
 # See `api.backend`.

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.batch import Call
 from pallas_kernels.common.masks import mask_refusal
-from pallas_kernels.gpu.chosen_tokens import MOST_BYTES, count_bytes, describe_rows
 from pallas_kernels.gpu.dequantize import SCALES_AT_ONCE
 from pallas_kernels.gpu.work_items import MOST_ROWS
+from pallas_kernels.xla.chosen_rows import describe_rows
 
 FALLBACK = "leave implementation=None to use XLA's"
 CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup matrix instructions, which newer chips do not have either
@@ -21,7 +21,7 @@ def unsupported(op: str, call: Call) -> str | None:
     if op != "paged_attention":
         return f"The gpu backend has no kernel of its own for {op}; {FALLBACK}."
     if call.mask.tokens is not None:
-        return _chosen_refusal(call)
+        return unsupported("paged_attention", describe_rows(call))
     q, (kv, kv_scale, rank) = call.q, (call.stored.kv, call.stored.scale, call.stored.latent_rank)
     kind, tables = call.stored.format.kind, call.batch.block_tables
     head_dim, block_size, stored = q.shape[-1], kv.shape[3], kv.shape[4]
@@ -66,16 +66,6 @@ def find_chip_refusal() -> str | None:
     if capability in (None, CAPABILITY):
         return None
     return f"The gpu kernels need a Hopper GPU (compute capability {CAPABILITY}), not {capability}; {FALLBACK}."
-
-
-def _chosen_refusal(call: Call) -> str | None:
-    """Of chosen tokens."""
-    if (size := count_bytes(call)) > MOST_BYTES:
-        return (
-            f"The gpu kernels bring the rows of chosen tokens together, {MOST_BYTES} bytes at most, not {size}; take "
-            f"fewer queries in one step, or {FALLBACK}."
-        )
-    return unsupported("paged_attention", describe_rows(call))
 
 
 def _latent_refusal(q, num_kv_heads: int, kind: str | None, rank: int) -> str | None:

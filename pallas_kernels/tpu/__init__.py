@@ -4,15 +4,18 @@ Rows with one new token go to the decode kernel, which can write it as well; row
 queries for the prefill kernel. A mixed step runs both, and neither pays for the other's rows.
 """
 
+import functools
+
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.tpu.quantize import FORMATS as FORMATS
 from pallas_kernels.tpu.step import attend, decode_step
-from pallas_kernels.tpu.support import unsupported as unsupported
+from pallas_kernels.tpu.support import CHOSEN_ROWS, unsupported as unsupported
 from pallas_kernels.tpu.write import write_kv as write_kv
+from pallas_kernels.xla.chosen_rows import attend_tokens
 from pallas_kernels.xla.spans import attend_spans
 
 # See `api.backend`.
-OPTIONS = ("causal", "chunk", "deterministic", "sink_tokens", "spans", "tree")
+OPTIONS = ("causal", "chunk", "deterministic", "sink_tokens", "spans", "tokens", "tree")
 READS_LATENT_ROWS = True
 READS_SHARED_ONCE = False
 
@@ -28,7 +31,10 @@ def paged_attention(
     step_tokens=None,
 ):
     """Computes what [`pallas_kernels.paged_attention`][] does. `interpret`: on the CPU, `pltpu.InterpretParams()`."""
-    return attend_spans(attend, q, stored, batch, mask, options, interpret=interpret, step_tokens=step_tokens)
+    own = dict(interpret=interpret, step_tokens=step_tokens)
+    if mask.tokens is not None:
+        return attend_tokens(functools.partial(attend, **own), q, stored, batch, mask, options, CHOSEN_ROWS)
+    return attend_spans(attend, q, stored, batch, mask, options, **own)
 
 
 def write_and_attend(
@@ -43,9 +49,9 @@ def write_and_attend(
     interpret=False,
     step_tokens=None,
 ):
-    """Writes and attends, in one kernel for a decode step `[S, 1, H, D]`, else in two."""
+    """Writes and attends, in one kernel for a decode step `[S, 1, H, D]` that reads whole rows, else in two."""
     own = dict(interpret=interpret, step_tokens=step_tokens)
-    if q.ndim == 4 and q.shape[1] == 1:
+    if q.ndim == 4 and q.shape[1] == 1 and mask.tokens is None:
         return decode_step(q, stored, batch, mask, options, new=(k, v), **own)
     stored = write_kv(k, v, stored, batch, interpret=interpret)
-    return attend_spans(attend, q, stored, batch, mask, options, **own), stored
+    return paged_attention(q, stored, batch, mask, options, **own), stored

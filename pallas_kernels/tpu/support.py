@@ -4,16 +4,22 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_kernels.common.batch import Call, StoredKV
+from pallas_kernels.common.batch import Call, MaskSpec, StoredKV
 from pallas_kernels.common.masks import mask_refusal
 from pallas_kernels.tpu.decode import BLOCK_ROWS, decode_bytes
 from pallas_kernels.tpu.pages import LANES, SMEM_ENTRIES, VMEM_BYTES, page_tile
 from pallas_kernels.tpu.prefill import max_tiles, prefill_bytes
 from pallas_kernels.tpu.step import tile_tokens
+from pallas_kernels.xla.chosen_rows import RowBlocks, describe_rows
+
+CHOSEN_ROWS = RowBlocks(tokens=LANES, lanes=LANES)
 
 
 def unsupported(op: str, call: Call) -> str | None:
     """Returns why `op` cannot run as a TPU kernel on a call of these shapes and dtypes, or None. Reads no values."""
+    if call.mask.tokens is not None:
+        writes = unsupported("write_kv", call._replace(mask=MaskSpec())) if op == "write_and_attend" else None
+        return writes or unsupported("paged_attention", describe_rows(call, CHOSEN_ROWS))
     stored, q, tables = call.stored, call.q, call.batch.block_tables
     kv, quantized = stored.kv, stored.format.is_quantized
     refused = {"mask": call.mask.mask, "kv_scale without a kind": None if quantized else stored.scale}
