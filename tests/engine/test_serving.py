@@ -148,6 +148,36 @@ def test_callbacks(engine, lone):
     assert engine.cache.blocks_in_use == 0
 
 
+def test_a_callback_that_asks_its_thread_to_end(engine, lone):
+    """It would end the thread of all others."""
+
+    def leave(request, token):
+        raise SystemExit
+
+    with engine.serve():
+        request, other = engine.submit(PROMPT, 4, on_token=leave), engine.submit(PROMPT, COUNT)
+        assert other.result(60) == lone(PROMPT, COUNT) and engine.is_served
+        with pytest.raises(RuntimeError, match=r"on_token raised SystemExit\(\)"):
+            request.result(60)
+    request = engine.submit(PROMPT, 4, on_token=leave)
+    with pytest.raises(SystemExit):
+        request.result(60)
+
+
+def test_who_waits_takes_the_steps_when_the_thread_that_serves_has_ended(model, lone):
+    """A step that asks its thread to end has told those who wait that nobody serves them any more."""
+    left = [1]
+
+    def hook(logits, rows):
+        if left and left.pop() and threading.current_thread().name == "jaxkv-engine":
+            raise SystemExit
+        return logits
+
+    with jaxkv.Engine(model, **SIZES, logits_hook=hook) as engine, engine.serve():
+        assert engine.submit(PROMPT, 4).result(60) == lone(PROMPT, 4)
+        assert not engine.is_served
+
+
 def test_event_loops(engine, lone):
     async def follow(count):
         request = engine.submit(PROMPT, count)

@@ -228,11 +228,20 @@ class Servable:
             self._latencies.observe(request)
             try:
                 request.deliver()
-            except Exception as error:
-                logger.exception("on_token of request %d", request.number)
-                self._loop.cancel([request], error)
-                request.fail(error)  # also if that was its last token
+            except BaseException as error:
+                failure = error if isinstance(error, Exception) else RuntimeError(f"on_token raised {error!r}")
+                # No Ctrl-C comes in the thread of `serve`, and its end would be that of all other requests.
+                if failure is not error and threading.current_thread() is not self._server:
+                    raise
+                logger.error("on_token of request %d", request.number, exc_info=error)
+                self._loop.cancel([request], failure)
+                request.fail(failure)  # also if that was its last token
                 call_all(request.listeners)
+
+    def _forget_server(self) -> None:
+        """Leaves the steps to those who wait, as without `serve`, for the thread that serves has ended by an error."""
+        self._server = None
+        self._wake_all()
 
     def _wake(self) -> None:
         """Tells the thread that serves that there is something to do."""
@@ -296,6 +305,10 @@ def _serve(reference: "weakref.ref[Any]", wakes: "queue.SimpleQueue[None]", stop
                 return
             engine._end_failed(error)
             error, is_busy = None, True  # type: ignore[assignment]
+        except BaseException as error:  # a hook or a model asks the thread to end
+            logger.error("the thread that serves has ended: who waits takes the steps", exc_info=error)
+            engine._forget_server()
+            return
         if not is_busy:
             call_all(engine._idle_listeners)
             del engine
