@@ -189,6 +189,22 @@ def test_a_plan_of_other_tables_stores_nothing():
         attend_as_planned(freed, jaxkv.plan_step(planned, (ROWS, 2)))
 
 
+def test_a_step_without_its_extend():
+    """What extend made room for is known outside of jit: that of the step before, of more tokens than are given."""
+    cache = jaxkv.extend(filled(), [2, 0, 0, 1])
+    q, kv = normal((ROWS, 1, HEADS, 8), 1), normal((ROWS, 1, 2, 8), 2)
+    with pytest.raises(ValueError, match="room for 2 tokens of a row in this step, but q has places for 1"):
+        jaxkv.attention(q, kv, kv, cache, layer=0)
+    with pytest.raises(ValueError, match="room for 3 tokens in this step, but q has places for 2"):
+        jaxkv.attention(q[:2, 0], kv[:2, 0], kv[:2, 0], cache, layer=0)
+
+
+def test_keys_of_other_tokens():
+    cache, q, kv = jaxkv.extend(filled(), [2, 0, 0, 1]), normal((ROWS, 2, HEADS, 8), 1), normal((ROWS, 5, 2, 8), 2)
+    with pytest.raises(ValueError, match=r"as in cross-attention, are stored once by jaxkv.append"):
+        jaxkv.attention(q, kv, kv, cache, layer=0)
+
+
 def test_other_rows_go_on_beside_a_stale_one():
     planned = jaxkv.extend(filled(), [2, 1, 0, 2])
     step = jaxkv.plan_step(planned, (ROWS, 2))

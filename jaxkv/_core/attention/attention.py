@@ -164,7 +164,7 @@ def attention(
     record_queries(opened.number, q, options.get("scale"))
     arrays, static = _split_static(_kernel_options(opened, step, q.shape[:-2], options))
     check_heads(opened, q=q, k=k, v=v, **arrays, **static)
-    check_extended(find_layer(cache, layer).tables, q.shape[:-2])
+    check_extended(find_layer(cache, layer), q.shape[:-2])
     with jax.named_scope("attention"):
         token, outs = head_spec(q.ndim - 2, NEW), _out_specs(q, static)
         arguments = (opened, step, dict(q=q, k=k, v=v), arrays)

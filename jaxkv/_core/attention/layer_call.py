@@ -12,7 +12,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.head_rows import HEAD_ROW_FIELDS
 from jaxkv._core.state.shard_local import find_head_shard
 from jaxkv._core.state.sharding import POOL, WHOLE
-from jaxkv._core.state.state import BlockTables, Layer, Pool
+from jaxkv._core.state.state import Layer, Pool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,14 +119,23 @@ def settle_layer(
     return found, lambda pool: cache.with_layer(layer, dataclasses.replace(found, pool=pool))
 
 
-def check_extended(tables: BlockTables, token_axes: tuple[int, ...]) -> None:
-    """Raises ValueError if it is known that a step has no tokens although it is given some. Rows that failed are no
-    mistake of the caller's; inside `jit` nothing is known."""
-    known = all(not isinstance(x, jax.core.Tracer) and x.is_fully_addressable for x in (tables.new, tables.failed))
-    if known and 0 not in token_axes and not (np.asarray(tables.new).any() or np.asarray(tables.failed).any()):
+def check_extended(layer: Layer, token_axes: tuple[int, ...]) -> None:
+    """Raises ValueError if it is known that a step has no tokens although it is given some, or more tokens than it is
+    given. Rows that failed are no mistake of the caller's; inside `jit` nothing is known."""
+    tables = layer.tables
+    if any(isinstance(x, jax.core.Tracer) or not x.is_fully_addressable for x in (tables.new, tables.failed)):
+        return
+    new = np.asarray(tables.new)[..., : layer.rows]
+    if 0 not in token_axes and not (new.any() or np.asarray(tables.failed).any()):
         raise ValueError(
             "No row has a token in this step, so nothing would be stored or seen: call cache = jaxkv.extend(cache, "
             "num_tokens) once before the step's first layer. See docs/your_model.md."
+        )
+    if (most := int(new.max() if len(token_axes) == 2 else new.sum())) > token_axes[-1]:
+        raise ValueError(
+            f"extend has made room for {most} tokens{' of a row' * (len(token_axes) == 2)} in this step, but q has "
+            f"places for {token_axes[-1]}: call cache = jaxkv.extend(cache, num_tokens) once before each step's first "
+            "layer, with the numbers of that step's tokens."
         )
 
 
@@ -177,8 +186,14 @@ def check_tokens(layer: Layer, arrays: dict[str, Any]) -> tuple[int, ...]:
             )
         token_axes = token_axes or (name, x.shape[:-2])
         if x.shape[:-2] != token_axes[1]:
+            way_out = "they must agree."
+            if token_axes[0] == "q":
+                way_out += (
+                    " Keys and values of other tokens, as in cross-attention, are stored once by jaxkv.append, and "
+                    "read by jaxkv.attend(q, cache, layer=..., causal=False)."
+                )
             raise ValueError(
-                f"{name} has the token axes {x.shape[:-2]}, but {token_axes[0]} has {token_axes[1]}: they must agree."
+                f"{name} has the token axes {x.shape[:-2]}, but {token_axes[0]} has {token_axes[1]}: {way_out}"
             )
     assert token_axes is not None
     return token_axes[1]
