@@ -1,14 +1,17 @@
 """Two engines that share messages as two processes do, in one process: both compute the same, whatever happens."""
 
 import contextlib
+import dataclasses
 import itertools
 import signal
 import threading
+import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from checksum_model import Checksum, continuation
+from checksum_model import VOCAB, Checksum, Placed, continuation
 
 import jaxkv
 from jaxkv._core.state.interrupts import hold_back_interrupts
@@ -142,15 +145,124 @@ def test_who_is_not_first_is_told_to_follow(pair):
             call()
     with pytest.raises(RuntimeError, match="this one submits requests"):
         first.follow()
-    for call in (
-        lambda: first.update(None),
-        lambda: first.release(parameters=True),
-        lambda: first.recompute([1], [2]),
-    ):
-        with pytest.raises(ValueError, match="is for an engine in one process"):
-            call()
+    with pytest.raises(ValueError, match="serve_prefill is for an engine in one process"), first.serve_prefill():
+        pass
     with other, pytest.raises(ValueError, match=r"disk= is for an Engine in one process"):  # a `with` does no harm
         jaxkv.Engine(Checksum(WINDOWS), **SIZES, prefix_cache=True, spill_bytes=10**6, disk="folder")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shifted(Placed):
+    """Says the token of a `Checksum` plus its parameter."""
+
+    def __call__(self, tokens, *, cache, logits_at):
+        logits, cache = self.model(tokens, cache=cache, logits_at=logits_at)
+        return jnp.roll(logits, self.nothing.astype(jnp.int32), axis=-1), cache
+
+
+def shift(by):
+    return Shifted(jnp.array(by, jnp.float32), Checksum(WINDOWS))
+
+
+@pytest.fixture
+def follower():
+    """Runs what the other process does in a thread; what that ends with is raised at the end."""
+    threads, errors = [], []
+
+    def start(call):
+        def run():
+            try:
+                call()
+            except Exception as error:
+                errors.append(error)
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+
+    yield start
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not errors
+
+
+def test_all_processes_go_on_with_other_weights(store, make_as_process, follower):
+    """The first lends its memory to a trainer, the others leave `follow` for it; all give what they have trained."""
+    first, other = (make_as_process(n, lambda: jaxkv.Engine(shift(0), **SIZES, prefix_cache=True)) for n in range(2))
+    store.processes = []
+    alone, ends = jaxkv.Engine(shift(0), **SIZES), []
+
+    def train():
+        while other.follow(until_release=True):
+            ends.append("released")
+            other.update(shift(len(ends)))
+
+    follower(train)
+    request = first.submit([4] * 9, 12)
+    while len(request.tokens) < 3:
+        first.step()
+    with pytest.raises(RuntimeError, match="1 requests are running"):
+        first.update(shift(1))
+    for by in (1, 2):
+        first.release(parameters=by == 1)
+        first.update(shift(by), restart=True)
+        alone.update(shift(by))
+        first.restore()
+        assert request.result() == alone.submit([4] * 9, 12).result()
+        request = first.submit([4] * 9, 12)
+        first.step()
+    first.close()
+    while not other.is_closed:
+        time.sleep(0.01)
+    assert ends == ["released", "released"] and other.tokens == first.tokens
+
+
+def test_an_update_that_only_one_process_calls(pair):
+    first, _, errors, thread = pair()
+    first.update(Checksum(WINDOWS))
+    thread.join(20)
+    assert "Process 0 calls update, as all processes must: there call release before" in str(errors[0])
+
+
+def test_an_update_that_only_the_others_call(store, make_as_process):
+    first, other = (make_as_process(n, lambda: jaxkv.Engine(Checksum(WINDOWS), **SIZES)) for n in range(2))
+    first.release()
+    assert other.follow(until_release=True)
+    with pytest.raises(ValueError, match="make another Engine for another model"):
+        other.update(Checksum((None, 7)))
+    first.restore()
+    first.close()
+    with pytest.raises(RuntimeError, match="update is a call of all processes, but process 0 has closed the engine"):
+        other.update(Checksum(WINDOWS))
+    assert not other.follow() and other.is_closed
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Next(Checksum):
+    """Says the token + 1, with a cache or without."""
+
+    def __call__(self, tokens, *, cache, logits_at=None):
+        logits = jax.nn.one_hot((tokens + 1) % VOCAB, VOCAB)
+        if cache is not None:
+            kv = jnp.zeros((*tokens.shape, 1, 1))
+            cache = jaxkv.write(cache, kv, kv, layer=0)
+            logits = logits[:, 0] if tokens.ndim == 2 else logits[logits_at]
+        return logits, cache
+
+
+def test_what_was_chosen_is_computed_again_in_all_processes(store, make_as_process, follower):
+    def engine():
+        return jaxkv.Engine(Next(WINDOWS), **SIZES, logits_hook=lambda logits, rows: jnp.roll(logits, 2, axis=-1))
+
+    first, other = (make_as_process(n, engine) for n in range(2))
+    follower(other.follow)
+    output = first.submit([5, 7], 3).result()
+    assert first.recompute([5, 7], output) == output == [10, 13, 16]
+    with pytest.raises(ValueError, match="recompute of requests with hook_args is for an engine in one process"):
+        first.recompute([5, 7], output, hook_args=1)
+    first.close()
 
 
 def fails(engine, monkeypatch):

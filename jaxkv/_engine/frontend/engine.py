@@ -203,8 +203,10 @@ class Engine(Closable, Servable, Resumable, Updatable):
         self._loop = DataParallelCores(self._loops, model, self.config) if len(models) > 1 else self._loops[0]
         self._turn, outer_args = EngineLock(), hook_args  # of the requests that are submitted
         if processes:
-            numbers = [step_tokens, long_prefill_tokens, steps_per_dispatch, seed, prefix_cache, spill_bytes]
-            said = repr([*numbers, snapshot_bytes, swap, host_bandwidth, guesses, draft == "ngram", deterministic])
+            numbers: list[Any] = [step_tokens, long_prefill_tokens, steps_per_dispatch, seed, prefix_cache, spill_bytes]
+            policy = evict and (evict.name, evict.keep, evict.budget, evict.every, evict.by, evict.queries)
+            options_ = [snapshot_bytes, swap, host_bandwidth, guesses, draft == "ngram", deterministic, policy]
+            said = repr(numbers + options_)
             outer_args = HookArgs()
             self._loop = LockstepCores(self._loop, self._loops, processes, said, hook_args, outer_args)
             self._turn.refuse = self._loop.refuse_follower
@@ -493,9 +495,9 @@ class Engine(Closable, Servable, Resumable, Updatable):
         They equal `output` if `stream` yielded that for prompt number `index` with the same arguments, or its request.
 
         Raises:
-          ValueError: not a list of tokens; an engine with `evict=`, whose rows see only the tokens kept in its cache.
+          ValueError: not a list of tokens; an engine with `evict=`, whose rows see only the tokens kept in its cache;
+            requests with `hook_args` in an engine over several processes.
         """
-        self._refuse_lockstep("recompute")
         if (eviction := self._residents.eviction) is not None:
             kept = f"what {eviction.name} has kept in one"
             raise ValueError(
@@ -509,9 +511,15 @@ class Engine(Closable, Servable, Resumable, Updatable):
             raise ValueError("The prompt and the output must be lists of token ids, and the prompt not empty.")
         own = self._reader.read_adapter(adapter), self._reader.read_hook_args(hook_args), self._reader.hook_args
         column, form = column_of(choice, index, len(prompt), *own)
-        chosen = recompute(
-            parts.structure, parts.leaves, parts.hook, self.config.max_seq_len, tokens, column, choice.kind, form
-        )
+        if isinstance(self._loop, LockstepCores):
+            if form is not None:
+                self._refuse_lockstep("recompute of requests with hook_args")
+            with self._exclusive(is_brief=True):
+                chosen = self._loop.recompute(tokens, column.tolist(), choice.kind)
+        else:
+            chosen = recompute(
+                parts.structure, parts.leaves, parts.hook, self.config.max_seq_len, tokens, column, choice.kind, form
+            )
         return chosen[len(prompt) - 1 : len(tokens) - 1]
 
     # The parts.

@@ -132,7 +132,7 @@ def generate(
     outputs: list[list[int]] = [[] for _ in range(n * len(prompts))]
     with Engine(model, **sizes | engine) as engine_:
         if engine_.is_following:
-            for request in engine_._follow(keep=True):
+            for request in engine_._follow_to_end():
                 request.raise_error()
                 outputs[request.number] = request.tokens
             return _group(outputs, n)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
+from jaxkv._core.config.validation import flag
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
 from jaxkv._engine.frontend.engine_lock import EngineLock
 from jaxkv._engine.hosts.lockstep import LockstepCores
@@ -43,11 +44,18 @@ class Closable:
         if self._turn.close():
             self._release()
 
-    def follow(self) -> None:
+    def follow(self, *, until_release: bool = False) -> bool:
         """Takes the steps of an engine over several processes, until it is closed in the first of them.
 
         Every process makes the engine, of a model on a mesh of all their devices and with the same arguments. Requests
         are submitted to and streamed from the first process alone; the others are in `follow` meanwhile.
+
+        Args:
+          until_release: end as soon as the first process has called `release`, too: so that all can train, and call
+            `update` with what they have trained, before they follow again.
+
+        Returns:
+          True after a `release`; False if the engine is closed.
 
         Raises:
           RuntimeError: this is the first process, or the engine lies on devices of this one alone; the first one is
@@ -59,20 +67,24 @@ class Closable:
         Traceback (most recent call last):
         RuntimeError: follow is for a model on a mesh of several processes, but this one is all here: submit and step.
         """
-        self._follow(keep=False)
+        return self._follow(until_release=flag("until_release", until_release))
 
-    def _follow(self, *, keep: bool) -> list[Request]:
-        """Does `follow`, and returns the samples of all requests of the first process, as they ended, if it keeps
-        them."""
+    def _follow_to_end(self) -> list[Request]:
+        """Does `follow`, and returns the samples of all requests of the first process, as they ended."""
+        self._follow(keep=True)
+        return self._loop.made or []  # type: ignore[union-attr]
+
+    def _follow(self, *, keep: bool = False, until_release: bool = False) -> bool:
         if not isinstance(self._loop, LockstepCores):
             raise RuntimeError(
                 "follow is for a model on a mesh of several processes, but this one is all here: submit and step."
             )
         if self.is_closed:
-            return []
-        requests = self._loop.follow(keep=keep)
+            return False
+        if self._loop.follow(keep=keep, until_release=until_release):
+            return True
         self.close()
-        return requests
+        return False
 
     @property
     def is_following(self) -> bool:

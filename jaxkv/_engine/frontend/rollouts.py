@@ -23,7 +23,6 @@ class Updatable:
     _loop: EngineCore | DataParallelCores | LockstepCores
     _loops: list[EngineCore]
     _exclusive: Callable[..., Any]
-    _refuse_lockstep: Callable[[str], None]
     _wake: Callable[[], None]
     _given: Callable[[], Any]
     _given_leaves: "list[weakref.ref[jax.Array]]"
@@ -32,7 +31,8 @@ class Updatable:
         """Goes on with other weights of the same model: nothing is compiled, copied or allocated.
 
         The prefix cache forgets what older weights computed, on the device, in host memory and on disk. `step` and the
-        like raise RuntimeError if a trainer has donated the older weights; after `update` they go on.
+        like raise RuntimeError if a trainer has donated the older weights; after `update` they go on. Of an engine over
+        several processes all call this, behind a `release` in the first: see `follow(until_release=True)`.
 
         Args:
           model: of the same structure, shapes, dtypes and shardings as the engine's.
@@ -53,27 +53,42 @@ class Updatable:
         >>> engine.submit(prompt, max_new_tokens=2).result() == jaxkv.generate(model, [prompt], 2)[0]
         False
         """
-        self._refuse_lockstep("update")
         restart = flag("restart", restart)
         self._refuse_apart("update")
+        if isinstance(self._loop, LockstepCores) and not self._loop.channel.is_first:
+            self._loop.update(self._plan_change(model, draft, prefill))
+            return
         with self._exclusive(is_brief=True):
-            flat = jax.tree.flatten(model)  # takes longer than all else here
-            parts = self._read_weights("model", model, [loop.pipeline for loop in self._loops], flat)
-            drafters = [loop.drafter for loop in self._loops]
-            drafts = None if draft is None else self._read_weights("draft", draft, drafters)
-            apart = [loop.prefill and loop.prefill.list_pipelines()[0] for loop in self._loops]
-            if prefill is None and apart[0] is not None:
-                raise ValueError(
-                    "This engine computes prompts with a model of its own, which must have the same weights: give "
-                    "update(model, prefill=) both."
-                )
-            prefills = [None] * len(parts) if prefill is None else self._read_weights("prefill", prefill, apart)
+            change = self._plan_change(model, draft, prefill)
+            if isinstance(self._loop, LockstepCores) and not self.is_released:
+                self._loop.settle()  # so that the next line sends nothing to the devices
             running = [request for loop in self._loops for request in loop.list_running()]
             if running and not restart:
                 raise RuntimeError(
                     f"{len(running)} requests are running, and would mix tokens of older and newer weights: wait until "
                     "they have ended, or begin them anew by update(model, restart=True)."
                 )
+            if isinstance(self._loop, LockstepCores):
+                self._loop.update(change)
+            else:
+                change()
+        self._wake()
+
+    def _plan_change(self, model: Any, draft: Any, prefill: Any) -> Callable[[], None]:
+        """Reads weights, and returns what gives them to the cores. Raises ValueError if they are another model's."""
+        flat = jax.tree.flatten(model)  # takes longer than all else here
+        parts = self._read_weights("model", model, [loop.pipeline for loop in self._loops], flat)
+        drafters = [loop.drafter for loop in self._loops]
+        drafts = None if draft is None else self._read_weights("draft", draft, drafters)
+        apart = [loop.prefill and loop.prefill.list_pipelines()[0] for loop in self._loops]
+        if prefill is None and apart[0] is not None:
+            raise ValueError(
+                "This engine computes prompts with a model of its own, which must have the same weights: give "
+                "update(model, prefill=) both."
+            )
+        prefills = [None] * len(parts) if prefill is None else self._read_weights("prefill", prefill, apart)
+
+        def change() -> None:
             has_disk = any(loop.residents.prefix and loop.residents.prefix.files for loop in self._loops)
             for i, (loop, leaves) in enumerate(zip(self._loops, parts, strict=True)):
                 name = fingerprint(jax.tree.unflatten(loop.pipeline.structure, leaves)) if has_disk else None
@@ -82,7 +97,8 @@ class Updatable:
                     loop.drafter.leaves = drafts[i]  # type: ignore[union-attr]
             self.__dict__.pop("_model", None)  # the fingerprint of the older weights
             self._remember_given(model, flat[0])
-        self._wake()
+
+        return change
 
     def release(self, *, keep: bool = False, parameters: bool = False) -> None:
         """Gives the memory of the cache back until `restore`: requests wait, and can still be submitted and cancelled.
@@ -109,14 +125,13 @@ class Updatable:
         """
         keep, parameters = flag("keep", keep), flag("parameters", parameters)
         if parameters:
-            self._refuse_lockstep("release(parameters=True)")
             self._refuse_apart("release(parameters=True)")
         with self._exclusive(is_brief=True):
             for prefix in [loop.residents.prefix for loop in self._loops] if keep else []:
                 if prefix is not None:
                     _refuse_kept(prefix)
             if isinstance(self._loop, LockstepCores):
-                self._loop.release(keep=keep)
+                self._loop.release(keep=keep, parameters=parameters)
                 return
             for loop in self._loops:
                 loop.release(keep=keep, parameters=parameters)

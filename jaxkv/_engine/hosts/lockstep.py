@@ -4,22 +4,21 @@ import collections
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxkv._core.state.interrupts import hold_back_interrupts
 from jaxkv._core.state.multihost import PATIENCE, check_agreement
+from jaxkv._engine.hosts.calls import CALLS, TURNS, adopt, take_turn
 from jaxkv._engine.hosts.channel import Channel
 from jaxkv._engine.hosts.replica import Replica
-from jaxkv._engine.requests.entries import lengthen, parse_salt, read_request, render_request, render_salt, shorten
+from jaxkv._engine.requests.entries import lengthen, read_request, render_request, render_salt, shorten
 from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
 from jaxkv._engine.requests.scheduler import Sequence
-from jaxkv._engine.runner.engine_core import EngineCore, make_sequence
+from jaxkv._engine.runner.engine_core import EngineCore
 from jaxkv._files.paths import read_file_path
-from jaxkv._tiers.saved_rows import SavedRow, SavedRows
-
-TURNS = ("advance", "tidy", "settle", "reset")  # calls that take in what was submitted, and say nothing
+from jaxkv._tiers.saved_rows import SavedRow
 
 
 class LockstepCores:
@@ -58,9 +57,10 @@ class LockstepCores:
         self._replicas: dict[int, Replica] = {}  # those that are not done, by their number in messages
         self._by_origin: dict[Request, Replica] = {}
         self._count = 0  # replicas so far
-        self._made: list[Request] | None = None  # the replicas, if those are kept
+        self.made: list[Request] | None = None  # the replicas, if those are kept
         self._news: dict[Request, None] = {}  # replicas with news in this call
         self._speeds: list[float | None] = []  # what was sent last
+        self.change: Callable[[], None] | None = None  # gives this process's cores other weights
         for loop in loops:
             loop.residents.swapping.is_told = True
         if self.channel.is_first:
@@ -110,13 +110,30 @@ class LockstepCores:
         """Starts again with an empty cache."""
         self._call("reset")
 
-    def release(self, *, keep: bool) -> None:
+    def release(self, *, keep: bool, parameters: bool) -> None:
         """Frees the device memory of all processes until `restore`, as `EngineCore.release`."""
-        self._call("release", keep)
+        self._call("release", keep, parameters)
 
     def restore(self) -> None:
         """Takes the memory again that `release` gave back."""
         self._call("restore")
+
+    def update(self, change: Callable[[], None]) -> None:
+        """Has `change` give the cores other weights, in each process the one that it has called this with."""
+        self.change = change
+        try:
+            if self.channel.is_first:
+                self._call("update")
+            elif self._follow("update") == "close":
+                raise RuntimeError(
+                    f"update is a call of all processes, but process {self.channel.processes[0]} has closed the engine."
+                )
+        finally:
+            self.change = None  # it knows the engine
+
+    def recompute(self, tokens: list[int], column: list[int], kind: Kind) -> list[int]:
+        """Computes the token that the model chooses after each of `tokens`, without a cache."""
+        return self._call("recompute", tokens, column, kind)
 
     def save(self, path: Any, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
         """Writes rows of the cache to a file, as `jaxkv.save`."""
@@ -154,28 +171,43 @@ class LockstepCores:
         self.channel.close()
         self.cores.close()
 
-    def follow(self, *, keep: bool = False) -> list[Request]:
-        """Makes the calls of the first process, until it closes the engine. Returns the requests that it submitted, if
-        they are to be kept.
+    def follow(self, *, keep: bool = False, until_release: bool = False) -> bool:
+        """Makes the calls of the first process, until it closes the engine, or has called `release`; tells whether it
+        was that. The requests that it submits are in `made` if they are to be kept.
 
         Raises:
-          RuntimeError: this is the first process; it is gone; a call has failed here and not there.
+          RuntimeError: this is the first process; it is gone; a call has failed here and not there; it calls `update`.
         """
         if self.channel.is_first:
             raise RuntimeError("follow is for the other processes: this one submits requests and takes the steps.")
+        self.made = [] if keep else None
+        return self._follow("release" if until_release else "close") == "release"
+
+    def _follow(self, end: str) -> str:
+        """Makes the calls of the first process, until it has made a call of this name, or closes the engine; returns
+        which."""
         failed: Exception | None = None
-        self._made = [] if keep else None
         while True:
-            message = self._receive_after(failed)
-            if message["call"] == "fail":
+            message = {"call": "close"} if self.channel.is_closed else self._receive_after(failed)
+            call = message["call"]
+            if call == "fail":
                 failed = None
-            elif message["call"] == "close":
-                return self._made or []
+            elif call == "close":
+                self.channel.is_closed = True
+                return call
+            elif call == "update" and self.change is None:
+                raise RuntimeError(
+                    f"Process {self.channel.processes[0]} calls update, as all processes must: there call release "
+                    "before; here follow(until_release=True) ends then, and update(model) can be called."
+                )
             else:
                 try:
                     self._run(message)
                 except Exception as error:  # the first process has the same error, or this one must end
                     failed = error
+                else:
+                    if call == end:
+                        return call
 
     # The parts.
 
@@ -252,7 +284,7 @@ class LockstepCores:
         waiting = collections.deque(origins or [])
         for entries in message.get("requests", ()):
             prompt = entries[0]["prompt"]
-            samples = [self._read({"prompt": prompt} | entry, waiting) for entry in entries]
+            samples = [self.read_entry({"prompt": prompt} | entry, waiting) for entry in entries]
             self.cores.submitted.append(Request.several(samples))
         self.cores.cancel([self._replicas[n] for n in message.get("cancelled", ()) if n in self._replicas])
         for loop, speed in zip(self.loops, message.get("speeds", ()), strict=False):
@@ -260,16 +292,19 @@ class LockstepCores:
         name = message["call"]
         try:
             if name in TURNS:
-                return self._take_turn(name)
-            run = self._CALLS[name]
-            return run(self, *message.get("arguments", ()), *([waiting] if run is LockstepCores._adopt else ()))
+                return take_turn(self, name)
+            arguments = message.get("arguments", ())
+            if name == "adopt":
+                path, entries = arguments
+                return adopt(self, path, entries, waiting)
+            return CALLS[name](self, *arguments)
         finally:
             for replica in [replica for replica in self._news if replica.done]:
                 self._replicas.pop(replica.number_here, None)  # type: ignore[attr-defined]
                 self._by_origin.pop(replica.origin, None)
             self._news.clear()
 
-    def _read(self, entry: dict[str, Any], origins: "collections.deque[Request]") -> Replica:
+    def read_entry(self, entry: dict[str, Any], origins: "collections.deque[Request]") -> Replica:
         """Makes the replica of an entry, and joins it to the next of `origins`, if there are any."""
         replica: Any = read_request(
             lengthen(entry), self.hook_args, read_adapter=int, make=Replica, news=self._news, engine=lambda: None
@@ -277,69 +312,13 @@ class LockstepCores:
         replica.number_here = self._count
         self._count += 1
         self._replicas[replica.number_here] = replica
-        if self._made is not None:
-            self._made.append(replica)
+        if self.made is not None:
+            self.made.append(replica)
         if origins:
             origin = origins.popleft()
             replica.join(origin, self.cancelled.append)
             self._by_origin[origin] = replica
         return replica
-
-    def _take_turn(self, name: str) -> None:
-        """Makes one of the calls in `TURNS`, and measures the room where it is unknown: `stats`, of one process, must
-        run nothing on the devices of all."""
-        getattr(self.cores, name)()
-        for loop in self.loops:
-            is_measured = loop.residents.room.is_known or loop.residents.config.contiguous
-            if not (is_measured or loop.residents.is_released):
-                loop.residents.settle()
-
-    def _release(self, keep: bool) -> None:
-        for loop in self.loops:
-            loop.release(keep=keep, parameters=False)
-
-    def _restore(self) -> None:
-        for loop in self.loops:
-            loop.restore()
-
-    def _show(self) -> Any:
-        return self.cores.cache
-
-    def _save(self, path: str, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
-        self.cores.save(path, rows, model, metadata)
-
-    def _name_model(self) -> str | None:
-        return self.cores.name_model()
-
-    def _change_pins(self, method: str, tokens: list[int], salt: list[str], adapter: str | None) -> Any:
-        prefix = self.loops[0].residents.prefix
-        assert prefix is not None
-        return getattr(prefix, method)(tokens, salt=parse_salt(*salt), adapter=adapter)
-
-    def _warm(self, kinds: Iterable[Kind], counts: Iterable[int]) -> None:
-        for call in self.cores.warm(tuple(kinds), tuple(counts)):
-            call()
-
-    def _adopt(self, path: str | None, entries: list[dict[str, Any]], origins: "collections.deque[Request]") -> None:
-        file, sequences = None if path is None else SavedRows(path), []
-        prompts: dict[tuple[int, ...], list[int]] = {}
-        for entry in entries:
-            replica = self._read(entry, origins)
-            replica.prompt = prompts.setdefault(tuple(replica.prompt), replica.prompt)  # samples share one
-            sequence = make_sequence(replica)
-            if (row := entry.get("row")) is not None:
-                assert file is not None
-                sequence.host = file.row(row, self.loops[0].residents.config)
-                sequence.num_hosted = file.saved.lengths[row]
-            sequences.append(sequence)
-        for entry, sequence in zip(entries, sequences, strict=True):
-            sequence.followers = [sequences[place] for place in entry["followers"]]
-        self.cores.adopt(sequences)
-
-    _CALLS: ClassVar[dict[str, Callable[..., Any]]] = {
-        "show": _show, "save": _save, "name_model": _name_model, "warm": _warm, "adopt": _adopt,
-        "change_pins": _change_pins, "release": _release, "restore": _restore,
-    }  # fmt: skip
 
 
 def _describe(error: str | None) -> str:

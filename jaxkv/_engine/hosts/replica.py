@@ -37,6 +37,11 @@ class Replica(Request):
             if origin.stopped is not None and not self.done:
                 self._end_origin(origin)
 
+    def restart(self) -> None:
+        super().restart()
+        if self._origin is not None and not self._origin.done:
+            self._origin.restart()
+
     def refuse(self, why: str) -> None:
         super().refuse(why)
         if self._origin is not None and not self._origin.done:

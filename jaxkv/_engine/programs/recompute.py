@@ -5,7 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
+from jaxkv._core.state.sharding import share
 from jaxkv._engine.programs.model import ADAPTERS, takes
 from jaxkv._engine.programs.program_cache import share_programs
 from jaxkv._engine.programs.step_rows import ADAPTER, Asked, Hook, hooked, rows_so_far
@@ -14,8 +16,9 @@ from jaxkv._engine.requests.sampling import Kind, choose
 
 
 @share_programs
-def recompute_program(model: Any, hook: Hook | None, width: int) -> Any:
-    """Compiles a program for the token that follows each of `i32[T]`, computed without a cache."""
+def recompute_program(model: Any, hook: Hook | None, width: int, place: NamedSharding | None = None) -> Any:
+    """Compiles a program for the token that follows each of `i32[T]`, computed without a cache; whole on `place`, as in
+    `share`."""
 
     def program(leaves, tokens, column, *, kind, form):
         whole = jax.tree.unflatten(model, leaves)
@@ -28,7 +31,7 @@ def recompute_program(model: Any, hook: Hook | None, width: int) -> Any:
             padded = jnp.pad(tokens, (0, max(0, width - count)))[:width]
             known = jnp.broadcast_to(padded[None], (count, padded.shape[0]))
             logits = hooked(hook, logits, rows_so_far(known, lengths, asked))
-        return choose(kind, logits, asked.sampling, lengths)
+        return share(choose(kind, logits, asked.sampling, lengths), place)
 
     return jax.jit(program, static_argnames=("kind", "form"))
 
@@ -42,13 +45,14 @@ def recompute(
     column: np.ndarray,
     kind: Kind,
     form: Form | None = None,
+    place: NamedSharding | None = None,
 ) -> list[int]:
     """Computes the token that the model chooses after each of `tokens`, without any cache.
 
     Args:
-      width: the engine's max_seq_len. column: one of a step's `rows`.
+      width: the engine's max_seq_len. column: one of a step's `rows`. place: as in `share`.
     """
     padded = np.zeros(1 << (len(tokens) - 1).bit_length(), np.int32)  # few shapes; padding is not seen
     padded[: len(tokens)] = tokens
-    chosen = recompute_program(model, hook, width)(leaves, padded, column, kind=kind, form=form)
+    chosen = recompute_program(model, hook, width, place)(leaves, padded, column, kind=kind, form=form)
     return np.asarray(chosen)[: len(tokens)].tolist()
