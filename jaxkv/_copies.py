@@ -69,7 +69,7 @@ def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs
         )
     text = compiled.as_text()
     for instruction in _instructions(text):
-        if instruction.opcode not in IN_PLACE and any(_as_large(instruction.shape, pool) for pool in pools):
+        if instruction.opcode not in IN_PLACE and any(_is_as_large(instruction.shape, pool) for pool in pools):
             raise AssertionError(
                 f"A whole pool goes through the instruction {instruction.opcode} ({instruction}). Index or slice "
                 "the pool instead, and write into it with jaxkv.write or .at[...]."
@@ -146,7 +146,7 @@ def _buffers(text: str, pools: list[Any]) -> Iterator[Instruction]:
         if not (
             instruction.is_fused
             or instruction.opcode in NO_BUFFER
-            or any(_as_large(instruction.shape, pool) for pool in pools)
+            or any(_is_as_large(instruction.shape, pool) for pool in pools)
         ):
             yield instruction
 
@@ -185,7 +185,7 @@ def _bytes(x: Any) -> int:
     return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
 
 
-def _as_large(shape: tuple[int, ...], pool: Any) -> bool:
+def _is_as_large(shape: tuple[int, ...], pool: Any) -> bool:
     """Tells whether an array has at least a pool's elements, and an axis that can be the pool's blocks."""
     return math.prod(shape) >= math.prod(pool.shape) and any(d % pool.shape[0] == 0 for d in shape)
 

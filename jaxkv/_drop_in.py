@@ -90,7 +90,7 @@ def dot_product_attention(
     )
     if dtype is not None:
         query, key, value = (None if x is None else x.astype(dtype) for x in (query, key, value))
-    options |= _masked(mask, query, cache)
+    options |= _read_mask(mask, query, cache)
     return attention(query, key, value, cache, **options)
 
 
@@ -163,7 +163,7 @@ def jax_attention(
     if local_window_size is not None:
         options["window"] = _left_of(local_window_size) + 1
     options |= {"scale": scale, "implementation": implementation, "return_lse": return_residual}
-    return attention(query, key, value, cache, **options, **_masked(mask, query, cache))
+    return attention(query, key, value, cache, **options, **_read_mask(mask, query, cache))
 
 
 def _left_of(window: Any) -> int:
@@ -180,7 +180,7 @@ def _refuse(when: str, given: dict[str, Any]) -> None:
         raise ValueError(f"Attention {when} takes no {' and no '.join(unknown)}: leave it out.")
 
 
-def _masked(mask: Any, query: jax.Array, cache: Any) -> dict[str, Any]:
+def _read_mask(mask: Any, query: jax.Array, cache: Any) -> dict[str, Any]:
     """Returns a mask without its axis of heads, as `attention` expects it: `[S, T, C]`, or `[N, C]` packed."""
     if mask is None:
         return {}

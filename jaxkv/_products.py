@@ -37,21 +37,21 @@ def product(x: jax.Array, weight: jax.Array, *, outputs_first: bool = True, dtyp
     def plain(x: jax.Array, weight: jax.Array) -> jax.Array:
         return jnp.tensordot(x, weight, axes=(-1, 1 if outputs_first else 0), preferred_element_type=dtype)
 
-    def with_another(x: jax.Array, weight: jax.Array) -> jax.Array:
-        y = _kept(plain(jnp.pad(x.reshape(count, size), ((0, 1), (0, 0))), weight))
+    def pad_to_two(x: jax.Array, weight: jax.Array) -> jax.Array:
+        y = _keep_form(plain(jnp.pad(x.reshape(count, size), ((0, 1), (0, 0))), weight))
         return y[:count].reshape(*front, -1)
 
-    def turned(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def multiply_turned(x: jax.Array, weight: jax.Array) -> jax.Array:
         x = jnp.pad(x.reshape(count, size), ((0, _columns(count) - count), (0, 0)))
-        y = _kept(jnp.tensordot(weight, x, axes=(1, 1), preferred_element_type=dtype))
+        y = _keep_form(jnp.tensordot(weight, x, axes=(1, 1), preferred_element_type=dtype))
         return y[:, :count].T.reshape(*front, -1)
 
     if _is_summed(count, x, weight, size, outputs_first):
         return _sum_products(plain, x, weight, outputs_first)
     if count == 1 and x.dtype == jnp.bfloat16:
-        form = with_another
+        form = pad_to_two
     elif 1 < count <= FEW and x.dtype == jnp.float32 and outputs_first:
-        form = turned  # the weight as the left operand, which is read in place
+        form = multiply_turned  # the weight as the left operand, which is read in place
     else:
         return plain(x, weight)
     return jax.lax.platform_dependent(x, weight, cpu=form, default=plain)
@@ -109,7 +109,7 @@ def _sum_products(
     """
     inner = x.shape[x.ndim - num_inner :]
 
-    def summed(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def multiply_and_sum(x: jax.Array, weight: jax.Array) -> jax.Array:
         size, result = math.prod(inner), jax.eval_shape(plain, x, weight)
         flat = weight.reshape((-1, size) if outputs_first else (size, -1))
         y = multiply_rows(x.reshape(-1, size), flat, outputs_first=outputs_first)
@@ -117,7 +117,7 @@ def _sum_products(
 
     @jax.custom_batching.custom_vmap
     def chosen(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(x, weight, cpu=summed, default=plain)
+        return jax.lax.platform_dependent(x, weight, cpu=multiply_and_sum, default=plain)
 
     @chosen.def_vmap
     def rows_of_one_product(axis_size: int, batched: Any, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, bool]:
@@ -140,7 +140,7 @@ def into_heads(x: jax.Array, heads: tuple[int, ...]) -> jax.Array:
     TPU would choose an axis order and then transpose."""
     front = x.shape[:-1]
     if moves_heads(math.prod(front), heads[-1]):
-        x = jax.lax.platform_dependent(x, tpu=_kept, default=lambda x: x)
+        x = jax.lax.platform_dependent(x, tpu=_keep_form, default=lambda x: x)
     return x.reshape(*front, *heads)
 
 
@@ -158,7 +158,7 @@ def _columns(count: int) -> int:
     return count if count <= 5 else next(size for size in (8, 16, 32) if count <= size)
 
 
-def _kept(x: jax.Array) -> jax.Array:
+def _keep_form(x: jax.Array) -> jax.Array:
     """Keeps XLA from simplifying a product's form by its operands or its uses."""
     return jax.lax.optimization_barrier(x)
 
@@ -177,15 +177,15 @@ def product_by_heads(x: jax.Array, weights: jax.Array, *, outputs_first: bool) -
     def plain(x: jax.Array, weights: jax.Array) -> jax.Array:
         return jnp.einsum(f"...hi,{inner}->...ho", x, weights)
 
-    def with_another(x: jax.Array, weights: jax.Array) -> jax.Array:
+    def pad_to_two(x: jax.Array, weights: jax.Array) -> jax.Array:
         """Pads, which fixes the order of the tokens' axes. Otherwise XLA would transpose the weights."""
         x = jnp.moveaxis(x.reshape(count, heads, size), 0, 1)
-        y = jnp.einsum(f"hti,{inner}->hto", _kept(jnp.pad(x, ((0, 0), (0, 1), (0, 0)))), weights)
+        y = jnp.einsum(f"hti,{inner}->hto", _keep_form(jnp.pad(x, ((0, 0), (0, 1), (0, 0)))), weights)
         return jnp.moveaxis(y[:, :count], 1, 0).reshape(*front, heads, -1)
 
     if count == 0 or (x.dtype != jnp.bfloat16 and (count == 1 or outputs_first)):
         return plain(x, weights)
-    return jax.lax.platform_dependent(x, weights, cpu=with_another, default=plain)
+    return jax.lax.platform_dependent(x, weights, cpu=pad_to_two, default=plain)
 
 
 def grouped_product(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:

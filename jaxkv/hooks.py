@@ -93,7 +93,7 @@ def logit_bias(logits: jax.Array, tokens: Any, biases: Any) -> jax.Array:
     >>> logit_bias(jnp.zeros((2, 4)), jnp.array([[1, -1], [0, 3]]), jnp.array([[5.0, 9.0], [1.0, -1.0]])).tolist()
     [[0.0, 5.0, 0.0, 0.0], [1.0, 0.0, 0.0, -1.0]]
     """
-    return _at(logits, tokens, _by_row(biases, logits.dtype))
+    return _at(logits, tokens, _expand_rows(biases, logits.dtype))
 
 
 def count_output(rows: StepRows, vocab_size: int) -> jax.Array:
@@ -106,14 +106,14 @@ def count_output(rows: StepRows, vocab_size: int) -> jax.Array:
 
 def _at(x: jax.Array, tokens: Any, value: Any) -> jax.Array:
     """Adds a value to `x [S, V]` at some tokens of each row; or-s booleans."""
-    tokens = _by_row(tokens, jnp.int32)
+    tokens = _expand_rows(tokens, jnp.int32)
     tokens = jnp.broadcast_to(tokens, (x.shape[0], tokens.shape[-1]))
     tokens = jnp.where(tokens < 0, x.shape[1], tokens)  # a negative index would count from the end
     at = x.at[jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], tokens]
     return at.max(value, mode="drop") if x.dtype == bool else at.add(value, mode="drop")
 
 
-def _by_row(numbers: Any, dtype: Any) -> jax.Array:
+def _expand_rows(numbers: Any, dtype: Any) -> jax.Array:
     """Returns `[n]` or `[S, n]`, from a list of n numbers of each row too: so a list in `hook_args` arrives."""
     if isinstance(numbers, list | tuple):
         return jnp.stack([jnp.asarray(x, dtype) for x in numbers], axis=-1)

@@ -45,7 +45,7 @@ def tile_index(tables: Any, row: Any, position: Any, *, which: int, head: Any, t
 
 
 def tma_transforms(head_dim: int, dtype: Any) -> tuple:
-    """How Mosaic GPU's bulk copies are to lay a tile `[tile, head_dim]` in shared memory for the matrix unit.
+    """Returns how Mosaic GPU's bulk copies lay out a tile `[tile, head_dim]` in shared memory for the matrix unit.
 
     Raises:
       ValueError: a row of the tile is not a multiple of 32 bytes, which the hardware cannot swizzle.

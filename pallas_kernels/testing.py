@@ -131,7 +131,7 @@ def quantise(
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def decode(case: Case, stored: jax.Array, scale: jax.Array, kind: str) -> jax.Array:
-    """What a pool of a kind holds, as float32: of joined rows their values and keys, each by its scale."""
+    """Returns the numbers that a pool holds, as float32; joined rows have values and keys, each with its scale."""
     if case.joined:
         keys, values = scale[:, :1], scale[:, 1:]
         scale = jnp.stack([values, keys], axis=-1)
@@ -140,7 +140,7 @@ def decode(case: Case, stored: jax.Array, scale: jax.Array, kind: str) -> jax.Ar
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _round_trip(case: Case, x: jax.Array, kind: str, scale_dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What is stored, its scales, and what that means: one program, where by hand each operation would be one."""
+    """Returns stored numbers, their scales, and what they decode to, in one program instead of one per operation."""
     if case.joined:
         assert case.rank is not None
         stored, *scales = FORMATS[kind].encode_packed(x, scale_dtype, case.rank)
@@ -178,9 +178,8 @@ def make_options(case: Case, seed: int = 0) -> dict[str, Any]:
 
 
 def hide_unseen(case: Case, inputs: Inputs) -> Inputs:
-    """With NaN in all that lies before what the first new token of each row sees by its window or chunk, but for first
-    tokens that it sees: blocks that hold nothing else may have been given back, and their entries are those of the null
-    block, NaN too."""
+    """Puts NaN in all tokens before the window or chunk of each row's first new token, sink tokens aside. Blocks that
+    hold nothing else may be free already: their entries are those of the null block, NaN too."""
     window_mask = WindowMask(case.window, case.chunk)
     kv, tables = np.array(inputs.kv), np.array(inputs.tables)
     kv[0] = np.nan
@@ -194,7 +193,7 @@ def hide_unseen(case: Case, inputs: Inputs) -> Inputs:
 
 
 def expected(case: Case, inputs: Inputs, **options: Any) -> Any:
-    """What the reference says, computed in float32 from the same (possibly rounded) inputs."""
+    """Returns the reference's result, computed in float32 from the same (possibly rounded) inputs."""
     q, kv, *rest = inputs
     options = make_options(case) | options
     return reference.paged_attention(q.astype(jnp.float32), kv.astype(jnp.float32), *rest, **options)

@@ -99,7 +99,7 @@ class BlockFiles:
         if config.recurrent_layers:
             self._parts.append({layers[0]: _state_parts(config, layers) for layers in config.state_stacks})
         # Bytes by name, the least recently used first. A file's size is recorded only once the file exists.
-        self.files = _found(self.folder)
+        self.files = _list_blocks(self.folder)
         self.known: dict[str, SavedBlock] = {}  # blocks that were asked for
         self.lost: set[str] = set()  # damaged files that cannot be removed
         self.counts: collections.Counter[str] = collections.Counter()
@@ -211,7 +211,10 @@ class BlockFiles:
     def clear(self) -> None:
         """Removes the blocks of this config and model, including those of other processes."""
         own = f"{self.owner.hex()}/"
-        for name in {*_found(self.folder, self.owner.hex()), *(name for name in self.files if name.startswith(own))}:
+        for name in {
+            *_list_blocks(self.folder, self.owner.hex()),
+            *(name for name in self.files if name.startswith(own)),
+        }:
             self._remove(name)
 
     def rename(self, model: str | None) -> None:
@@ -310,7 +313,7 @@ def _writable(folder: Any) -> pathlib.Path:
     return path
 
 
-def _found(folder: pathlib.Path, owner: str = _HEX * 32) -> "collections.OrderedDict[str, int]":
+def _list_blocks(folder: pathlib.Path, owner: str = _HEX * 32) -> "collections.OrderedDict[str, int]":
     """Returns the bytes of a folder's blocks by name, of all owners or of one, the least recently used first."""
     found = []
     for place in folder.glob(f"{owner}/{_HEX * 2}/"):

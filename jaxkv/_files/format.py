@@ -158,7 +158,7 @@ def parse_saved(path: Any, fields: Mapping[str, str], tensors: dict[str, np.ndar
     """Returns the description of a saved cache from the header's fields. Raises CacheFileError unless the tensors match
     its config; it names `path`, where they come from."""
     try:
-        saved = _saved(fields, tensors)
+        saved = _parse_saved(fields, tensors)
         _check_tensors(saved, tensors)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
         raise CacheFileError(
@@ -168,7 +168,7 @@ def parse_saved(path: Any, fields: Mapping[str, str], tensors: dict[str, np.ndar
     return saved
 
 
-def _saved(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> SavedCache:
+def _parse_saved(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> SavedCache:
     cache, metadata = json.loads(fields["cache"]), json.loads(fields["metadata"])
     if not isinstance(metadata, dict):
         raise ValueError("its metadata is no object")
@@ -206,7 +206,7 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
     for g, layers in enumerate(config.groups):
         tables, held = tensors[f"tables.{g}"], lengths
         if config.group_evicts[g] is not None:
-            held = _held(tensors[f"held.{g}"], np.tile(lengths, config.group_heads[g]), f"held.{g}")
+            held = _read_held(tensors[f"held.{g}"], np.tile(lengths, config.group_heads[g]), f"held.{g}")
             expected.add(f"held.{g}")
         width = -(-int(held.max(initial=0)) // saved.block_size)
         if tables.shape != (len(held), width):
@@ -261,7 +261,7 @@ def _check_snapshots(saved: SavedCache, tensors: dict[str, np.ndarray]) -> set[s
     return {SNAPSHOTS, *names}
 
 
-def _held(both: np.ndarray, lengths: np.ndarray, name: str) -> np.ndarray:
+def _read_held(both: np.ndarray, lengths: np.ndarray, name: str) -> np.ndarray:
     """Checks and returns the tokens that the rows of a layer that evicts hold, out of `lengths`. Raises ValueError."""
     if both.shape != (2, len(lengths)) or both.dtype != np.int32:
         raise ValueError(f"{name} {both.shape} does not speak of the rows")

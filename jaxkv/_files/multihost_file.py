@@ -94,7 +94,7 @@ def write_parts(
     token = exchange("save", secrets.token_hex(8), shards.processes)[0]
     me = jax.process_index()
     mine = _part(path, token, me)
-    error = _tried(lambda: write(mine, shards.config(saved.config))) if shards.own else None
+    error = _catch_error(lambda: write(mine, shards.config(saved.config))) if shards.own else None
     try:
         _together("save's writing", error, path, shards)
     except OSError:
@@ -105,7 +105,7 @@ def write_parts(
     if shards.is_first:
         parts = {_part(path, token, p).name: json.loads(own) for p, own in zip(shards.processes, told, strict=True)}
         parts = {name: own for name, own in parts.items() if own}
-        error = _tried(lambda: _write_manifest(path, saved, parts, shards.count))
+        error = _catch_error(lambda: _write_manifest(path, saved, parts, shards.count))
     _together("save's manifest", error, path, shards)
 
 
@@ -184,7 +184,7 @@ def _write_manifest(path: pathlib.Path, saved: SavedCache, parts: dict[str, list
                 file.unlink()
 
 
-def _tried(call: Callable[[], None]) -> Exception | None:
+def _catch_error(call: Callable[[], None]) -> Exception | None:
     try:
         call()
     except Exception as error:

@@ -70,17 +70,17 @@ class HostBlocks:
             for layer in layers:
                 parts[layer] = jax.tree.map(functools.partial(_pick, pad(blocks)), parts[layer])
 
-        def of_row(several: tuple[Any, ...]) -> tuple[Any, ...]:
+        def select_row(several: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(x if x is None else x[own] for x, own in zip(several, lines, strict=True))
 
         return dataclasses.replace(
             self,
             lengths=self.lengths[i : i + 1],
-            first=of_row(self.first),
-            count=of_row(self.count),
+            first=select_row(self.first),
+            count=select_row(self.count),
             order=tuple(orders),
-            held=of_row(self.held),
-            thinned=of_row(self.thinned),
+            held=select_row(self.held),
+            thinned=select_row(self.thinned),
             parts=tuple(parts),
             states=jax.tree.map(functools.partial(_pick, np.array([i])), self.states),
             snapshots=None if self.snapshots is None else self.snapshots.select(i),
@@ -156,7 +156,7 @@ jax.tree_util.register_pytree_with_keys(HostBlocks, _flatten, _unflatten)
 register_export(HostBlocks)
 
 
-def in_order(counts: Iterable[np.ndarray]) -> tuple[np.ndarray, ...]:
+def order_unshared(counts: Iterable[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Returns `order` for unshared blocks, from `counts` i32[n] of each group: the blocks of each row."""
     return tuple(pad(np.arange(count.sum(), dtype=np.int32)) for count in counts)
 

@@ -242,7 +242,7 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
     for layers in cache.config.groups:
         for layer in layers:
             kinds, parts = (host.kinds, cache.config.kind_names), (host.parts[layer], cache.layer(layer).pool)
-            held, own = (_described(part, kind[layer]) for part, kind in zip(parts, kinds, strict=True))
+            held, own = (_describe_pool(part, kind[layer]) for part, kind in zip(parts, kinds, strict=True))
             if held != own:
                 raise ValueError(
                     f"The blocks of layer {layer} are {held}, but the cache's are {own}: swap them into a cache "
@@ -283,7 +283,7 @@ def _describe_arrays(layer: LayerConfig) -> Any:
     return layer.states and {array.name: f"{array.dtype}{list(array.shape)}" for array in layer.states}
 
 
-def _described(pool: Pool | None, kind: str) -> str:
+def _describe_pool(pool: Pool | None, kind: str) -> str:
     """Describes a pool's blocks: their kind, dtypes and shapes."""
     if pool is None:
         return ""

@@ -81,11 +81,11 @@ def _read(
         # One row's blocks come in the order of its table.
         found = lay_blocks(tensors, config, layer, plans[layer].padded)
         pairs = zip(found.arrays, config.part_shapes(layer), strict=True)
-        widened = (x if x is None or shape is None else _widened(x, shape[1:]) for x, shape in pairs)
+        widened = (x if x is None or shape is None else _pad_blocks(x, shape[1:]) for x, shape in pairs)
         parts[layer] = Pool.bundle(*widened)
     return make_host(config, np.array([length]), held, parts, states)
 
 
-def _widened(blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _pad_blocks(blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Returns blocks padded to this shape: a pool's padding is not in the file."""
     return np.pad(blocks, [(0, 0), *((0, want - have) for want, have in zip(shape, blocks.shape[1:], strict=True))])

@@ -25,7 +25,7 @@ from jaxkv._core.state.shard_local import read_slots
 from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._core.state.state_slots import split_states
-from jaxkv._tiers.host_blocks import HostBlocks, in_order
+from jaxkv._tiers.host_blocks import HostBlocks, order_unshared
 from jaxkv._tiers.host_room import may_share
 from jaxkv._tiers.host_tier import bring_in, make_host, pool_for
 from jaxkv._tiers.remote import offer
@@ -140,7 +140,7 @@ def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
         lengths=length,
         first=tuple(first),
         count=tuple(count),
-        order=in_order(count),
+        order=order_unshared(count),
         held=none,
         thinned=none,
         parts=parts,

@@ -59,7 +59,7 @@ class Experts(nnx.Module):
         if mesh is None or self.config.mlp_dim % mesh.shape[AXIS]:
             y, is_complete = self.mixed(tokens), self.shared is None
         else:
-            y, is_complete = self._on_devices(tokens, mesh), self.shared is None or self._divides_shared(mesh)
+            y, is_complete = self._mix_on_devices(tokens, mesh), self.shared is None or self._divides_shared(mesh)
         y = y.astype(x.dtype).reshape(x.shape)
         return y if is_complete else y + self._gated_shared(x)
 
@@ -93,7 +93,7 @@ class Experts(nnx.Module):
         if self.gate is None:
             hidden = ACTIVATIONS[self.activation](up)
         else:
-            hidden = self._gated(product(rows, self.gate, self.gate_bias), up)
+            hidden = self._gate(product(rows, self.gate, self.gate_bias), up)
         out = product(hidden, self.down, self.down_bias, bias)
         out = out[jnp.argsort(by_expert)].reshape(*chosen.shape, tokens.shape[-1]).astype(jnp.float32)
         y = (out * weights[..., None]).sum(axis=1)
@@ -106,7 +106,7 @@ class Experts(nnx.Module):
         shared = self.shared
         return shared is not None and shared.down_bias is None and self.config.shared_dim % mesh.shape[AXIS] == 0
 
-    def _on_devices(self, tokens: jax.Array, mesh: AbstractMesh) -> jax.Array:
+    def _mix_on_devices(self, tokens: jax.Array, mesh: AbstractMesh) -> jax.Array:
         """Computes `mixed` on each device with its shard of every expert's width, then one sum over devices. Without
         this the compiler would gather the experts."""
         graph, state = nnx.split(self, nnx.Param)
@@ -114,7 +114,7 @@ class Experts(nnx.Module):
         paths, params = [path for path, _ in flat], [param[...] for _, param in flat]
         specs = [sharding_of(("experts", *path), x.shape, mesh).spec for path, x in zip(paths, params, strict=True)]
 
-        def on_one(tokens: jax.Array, *params: jax.Array) -> jax.Array:
+        def mix_shard(tokens: jax.Array, *params: jax.Array) -> jax.Array:
             own = [(path, nnx.Param(x)) for path, x in zip(paths, params, strict=True)]
             experts = nnx.merge(graph, nnx.from_flat_state(own))
             y = experts.mixed(tokens, bias=jax.lax.axis_index(AXIS) == 0)
@@ -122,7 +122,7 @@ class Experts(nnx.Module):
                 y += experts._gated_shared(tokens).astype(jnp.float32)
             return jax.lax.psum(y, AXIS)
 
-        return map_devices(on_one, mesh, (PartitionSpec(), *specs), PartitionSpec())(tokens, *params)
+        return map_devices(mix_shard, mesh, (PartitionSpec(), *specs), PartitionSpec())(tokens, *params)
 
     def route(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the chosen experts `i32[N, k]` of tokens `[N, M]`, and their weights `f32[N, k]`."""
@@ -139,7 +139,7 @@ class Experts(nnx.Module):
         preferred = scores
         if self.choice_bias is not None:  # balances the load: affects the choice, not the weights
             preferred = scores + self.choice_bias[...].astype(jnp.float32)[None]
-        _, chosen = jax.lax.top_k(self._within_groups(preferred), config.per_token)
+        _, chosen = jax.lax.top_k(self._limit_to_groups(preferred), config.per_token)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if config.normalise:
             weights /= weights.sum(axis=-1, keepdims=True) + 1e-20
@@ -147,7 +147,7 @@ class Experts(nnx.Module):
             weights *= self.weight_scale[...].astype(jnp.float32)[chosen]
         return chosen, weights * config.scale
 
-    def _within_groups(self, scores: jax.Array) -> jax.Array:
+    def _limit_to_groups(self, scores: jax.Array) -> jax.Array:
         """Gives experts outside of a token's best groups the least score; it is finite, for `jax_debug_infs`."""
         config = self.config
         if config.groups == config.groups_per_token:
@@ -158,7 +158,7 @@ class Experts(nnx.Module):
         allowed = (groups[:, :, None] == jnp.arange(config.groups, dtype=jnp.int32)[None, None]).any(axis=1)
         return jnp.where(allowed[:, :, None], grouped, jnp.finfo(grouped.dtype).min).reshape(scores.shape)
 
-    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def _gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         limit = self.config.limit
         if limit is None:
             return ACTIVATIONS[self.activation](gate) * up

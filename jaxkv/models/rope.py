@@ -126,7 +126,7 @@ class Rope:
             kept = np.clip(kept, 0.0, 1.0)
             frequency = kept * frequency + (1 - kept) * frequency / self.factor
         elif self.scaling == "yarn":
-            low, high = self._blended(head_dim)
+            low, high = self._find_blended(head_dim)
             divided = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
             frequency = (1 - divided) * frequency + divided * frequency / self.factor
         elif self.scaling == "longrope":
@@ -141,7 +141,7 @@ class Rope:
         """Number of a head's entries that are rotated, even; with "proportional" the others turn by 0."""
         return head_dim if self.scaling == "proportional" else int(head_dim * self.partial_rotary_factor) // 2 * 2
 
-    def _blended(self, head_dim: int) -> tuple[float, float]:
+    def _find_blended(self, head_dim: int) -> tuple[float, float]:
         """Returns the pairs between which YaRN blends."""
 
         def pair(turns: float) -> float:  # the pair that turns `turns` times within the original context
@@ -219,8 +219,8 @@ def pairs_by_product(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Ar
     # The highest precision splits float32 exactly into three bfloat16 terms.
     precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
 
-    def moved(to: np.ndarray) -> jax.Array:
+    def permute(to: np.ndarray) -> jax.Array:
         permutation = jnp.asarray(np.eye(size, dtype=np.float32)[:, to.reshape(-1)], x.dtype)
         return jnp.matmul(x, permutation, precision=precision, preferred_element_type=jnp.float32)
 
-    return moved(order) if interleaved else x.astype(jnp.float32), moved(order[::-1])
+    return permute(order) if interleaved else x.astype(jnp.float32), permute(order[::-1])

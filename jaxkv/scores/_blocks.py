@@ -99,15 +99,15 @@ def quest(
         token = jax.tree.map(jnp.ravel, locate(shape[:-2], tables.lengths, tables.new, tables.offsets))
         queries = q.reshape(-1, num_kv_heads, shape[-2] // num_kv_heads, head_dim).astype(jnp.float32)
 
-        def of_tokens(x: jax.Array) -> jax.Array:
+        def select_tokens(x: jax.Array) -> jax.Array:
             # The bounds of padded tokens are in the order of the rows: indexing would copy them.
-            return _repeated(x, shape[1]) if padded else x[token.row]
+            return _repeat(x, shape[1]) if padded else x[token.row]
 
         if looks_up:
-            logits = _looked_up(queries, found, of_tokens)
+            logits = _look_up(queries, found, select_tokens)
         else:
             assert bounds is not None
-            logits = _largest(queries, *map(of_tokens, bounds))
+            logits = _largest(queries, *map(select_tokens, bounds))
         logits = jnp.nan_to_num(scale * logits, nan=LARGEST, posinf=LARGEST, neginf=-LARGEST)
         filled = jnp.clip(tables.lengths[:, None] - block * size, 0, size)
         held = jnp.where(tables.tables != 0, filled, 0)  # i32[S, M]: tokens of each block
@@ -137,7 +137,7 @@ def _largest(queries: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     return jnp.moveaxis(jnp.sum(better, axis=-1), 1, 3)
 
 
-def _looked_up(queries: jax.Array, layer: Layer, of_tokens: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _look_up(queries: jax.Array, layer: Layer, select_tokens: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Computes the same from the bounds stored beside the blocks, a few at a time: a copy of all would not fit a CPU's
     caches. Stops at the longest row; entries of blocks that are not held are meaningless."""
     pool, width, lengths = jnp.asarray(layer.pool.bounds), layer.blocks.shape[1], layer.tables.lengths
@@ -147,7 +147,7 @@ def _looked_up(queries: jax.Array, layer: Layer, of_tokens: Callable[[jax.Array]
 
     def some(i: jax.Array, logits: jax.Array) -> jax.Array:
         both = pool[jax.lax.dynamic_slice_in_dim(blocks, i * size, size, axis=1)].astype(jnp.float32)
-        part = _largest(queries, of_tokens(both[:, :, 0]), of_tokens(both[:, :, 1]))
+        part = _largest(queries, select_tokens(both[:, :, 0]), select_tokens(both[:, :, 1]))
         return jax.lax.dynamic_update_slice_in_dim(logits, part, i * size, axis=3)
 
     stop = jnp.minimum(-(-jnp.max(lengths, initial=0) // (size * layer.config.block_size)), count)
@@ -155,6 +155,6 @@ def _looked_up(queries: jax.Array, layer: Layer, of_tokens: Callable[[jax.Array]
     return jax.lax.fori_loop(0, stop, some, logits)[..., :width]
 
 
-def _repeated(x: jax.Array, count: int) -> jax.Array:
+def _repeat(x: jax.Array, count: int) -> jax.Array:
     """Repeats each row `count` times: `[S, ...]` to `[S * count, ...]`."""
     return jnp.broadcast_to(x[:, None], (x.shape[0], count, *x.shape[1:])).reshape(-1, *x.shape[1:])

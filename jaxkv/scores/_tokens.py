@@ -28,7 +28,7 @@ def streaming_llm(cache: Cache, *, layer: int, n_sink: int = 4) -> jax.Array:
     >>> jaxkv.scores.streaming_llm(cache, layer=0, n_sink=1)[0, 0, :4].tolist()
     [65.0, 1.0, 2.0, 3.0]
     """
-    n_sink, held = integer("n_sink", n_sink, least=0), _held(cache, layer)
+    n_sink, held = integer("n_sink", n_sink, least=0), _find_held(cache, layer)
     place = jax.lax.broadcasted_iota(jnp.int32, held.shape, 2)
     return _scores(jnp.where(place < n_sink, held.shape[2] + n_sink - place, place).astype(jnp.float32), held)
 
@@ -112,7 +112,7 @@ def snapkv(
         (1, 1, 1, 1),
         [(0, 0)] * 3 + [(kernel_size // 2, kernel_size - 1 - kernel_size // 2)],
     )
-    found = _with_most(pooled.mean(axis=2) / kernel_size, held & ~own, own)
+    found = _raise_to_most(pooled.mean(axis=2) / kernel_size, held & ~own, own)
     # As much as the best of the others; among themselves the later count more, should a budget hold but some of them.
     nth = (1 + place - jnp.min(place, axis=2, where=own, initial=held.shape[2], keepdims=True)).astype(jnp.float32)
     return _scores(jnp.where(own, found * (1 + nth * 2.0**-20) + nth * TINY, found), held)
@@ -137,7 +137,7 @@ def tova(cache: Cache, *, layer: int, q: jax.Array, num_tokens: Any = None, scal
     weights, _, held = _attention(cache, layer, q, num_tokens, scale, last=1)
     own = held & (jnp.cumsum(held[..., ::-1], axis=2)[..., ::-1] == 1)
     mean = jnp.broadcast_to(weights[:, :, :, 0].mean(axis=(1, 2))[:, None], held.shape)
-    return _scores(_with_most(mean, held & ~own, own), held)
+    return _scores(_raise_to_most(mean, held & ~own, own), held)
 
 
 def observed_attention(
@@ -209,12 +209,12 @@ def expected_attention(
     apart = jnp.where(counted, q - mean[:, None], 0.0)
     spread = jnp.einsum("stkgd,stkge->skgde", apart, apart) / many[..., None]
 
-    def turned(length: jax.Array) -> jax.Array:
+    def mean_rotation(length: jax.Array) -> jax.Array:
         """Returns the mean rotation of the future positions, `[D, D]`; row d is the rotated d-th unit vector."""
         unit = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), (ahead, size, size))
         return rotate(unit, length + jnp.arange(ahead, dtype=jnp.int32)).mean(axis=0)
 
-    turn = jax.lax.map(turned, cache.lengths)
+    turn = jax.lax.map(mean_rotation, cache.lengths)
     mean = jnp.einsum("skgd,sde->skge", mean, turn)
     logits = jnp.einsum("skgd,skcd->skgc", mean, keys) * size**-0.5
     if flag("use_covariance", use_covariance):
@@ -225,12 +225,12 @@ def expected_attention(
     found = _softmax(logits, later[:, :, None]).mean(axis=2)
     if flag("use_vnorm", use_vnorm):
         found = (found + epsilon) * jnp.linalg.norm(values, axis=-1)
-    return _scores(_with_most(found, later, first), held)
+    return _scores(_raise_to_most(found, later, first), held)
 
 
-def _held(cache: Cache, layer: int) -> jax.Array:
+def _find_held(cache: Cache, layer: int) -> jax.Array:
     """Returns `bool[S, K, C]`: where a layer holds a token."""
-    cache = _as_long_as_rows_can_be(cache, layer)
+    cache = _limit_length(cache, layer)
     found = cache.layer(layer)
     held, heads = found.held, cache.layer_config(layer).num_kv_heads
     held = held if held.ndim == 2 else jnp.broadcast_to(held[:, None], (held.shape[0], heads))
@@ -240,12 +240,12 @@ def _held(cache: Cache, layer: int) -> jax.Array:
 
 def _tokens(cache: Cache, layer: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns a layer's keys and values, f32[S, K, C, D], and where it holds tokens, bool[S, K, C]."""
-    cache = _as_long_as_rows_can_be(cache, layer)
+    cache = _limit_length(cache, layer)
     keys, values = (x.astype(jnp.float32) for x in cache.separate(layer))
-    return keys, values, _held(cache, layer)
+    return keys, values, _find_held(cache, layer)
 
 
-def _as_long_as_rows_can_be(cache: Cache, layer: int) -> Cache:
+def _limit_length(cache: Cache, layer: int) -> Cache:
     """Returns the cache with `max_seq_len` limited to the slots of a layer's block table, to read that layer."""
     group = cache.config.group(layer)
     places = cache.config.max_seq_len if cache.config.group_slides[group] else cache.config.row_places(group)
@@ -256,7 +256,7 @@ def _scores(found: jax.Array, held: jax.Array) -> jax.Array:
     return jnp.where(held, found, -jnp.inf)
 
 
-def _with_most(found: jax.Array, of: jax.Array, certain: jax.Array) -> jax.Array:
+def _raise_to_most(found: jax.Array, of: jax.Array, certain: jax.Array) -> jax.Array:
     """Returns scores in which the `certain` tokens have the maximum over the other tokens of the row."""
     most = jnp.max(found, axis=(1, 2), where=of, initial=0.0, keepdims=True)
     return jnp.where(certain, most, found)

@@ -166,7 +166,7 @@ def check_numbers(scale, soft_cap, window) -> None:
 
 
 def _is_above_0(x) -> bool:
-    """Whether `x` is a number of Python's or NumPy's that float32 has, and above 0."""
+    """Tells whether `x` is a Python or NumPy number above 0 that float32 can hold."""
     is_real = isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
     return is_real and 0 < x <= float(np.finfo(np.float32).max)
 

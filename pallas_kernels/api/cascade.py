@@ -105,11 +105,11 @@ def _find_groups(of: Shared, tables: jax.Array) -> PagedBatch:
     group = jnp.arange(1, most + 1, dtype=jnp.int32)[:, None]
     is_leader = leads[None] & (jnp.cumsum(leads, dtype=jnp.int32)[None] == group)
 
-    def of_leader(x: jax.Array) -> jax.Array:
+    def select_leader(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(is_leader, x[None], 0), axis=1, dtype=jnp.int32)
 
-    leader = of_leader(jnp.arange(rows, dtype=jnp.int32))
-    return PagedBatch(tables[leader], of_leader(of.tokens), of_leader(of.queries))
+    leader = select_leader(jnp.arange(rows, dtype=jnp.int32))
+    return PagedBatch(tables[leader], select_leader(of.tokens), select_leader(of.queries))
 
 
 def _drop_first_columns(tables: jax.Array, columns: jax.Array) -> jax.Array:

@@ -90,7 +90,7 @@ def _find_mixers(implementation: str) -> Any:
 
 
 def _is_divided(x: Any) -> bool:
-    """Whether an array may lie on several devices here, and no `shard_map` says how."""
+    """Tells whether an array may be divided among devices outside of any `shard_map`."""
     meshes = (
         jax.sharding.get_abstract_mesh(),
         *([] if isinstance(x, SHAPES_ONLY[1:]) else [jax.typeof(x).sharding.mesh]),

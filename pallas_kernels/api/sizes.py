@@ -48,14 +48,14 @@ def find_sizes(name: str, op: str, call: Call) -> str | None:
     for width, said in sorted(widths.items()):
         for block_size in dict.fromkeys((size, *(n for n in BLOCK_SIZES if n > size))):
             sized = call.stored.replace(
-                _resized(kv, {3: block_size, 4: width}), None if scale is None else _resized(scale, {3: block_size})
+                _resize(kv, {3: block_size, 4: width}), None if scale is None else _resize(scale, {3: block_size})
             )
-            batch = call.batch._replace(block_tables=_resized(tables, {1: -(-tokens // block_size)}))
+            batch = call.batch._replace(block_tables=_resize(tables, {1: -(-tokens // block_size)}))
             if unsupported(name, op, call._replace(stored=sized, batch=batch)) is None:
                 sizes = [f"block_size={block_size}"] if block_size != size else []
                 return ", ".join(sizes + [said] * bool(said))
     return None
 
 
-def _resized(x: Any, sizes: dict[int, int]) -> jax.ShapeDtypeStruct:
+def _resize(x: Any, sizes: dict[int, int]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(sizes.get(i, n) for i, n in enumerate(x.shape)), x.dtype)

@@ -84,7 +84,7 @@ class MaskSpec:
 
     @property
     def by_token(self) -> bool:
-        """Whether more than a token's position and a window decides what it sees."""
+        """Whether what a token sees depends on more than its position and a window."""
         return any(x is not None for x in (self.chunk, self.tree, self.spans))
 
 

@@ -59,7 +59,7 @@ def select_local_rows(batch: PagedBatch, size: int) -> PagedBatch:
 
 
 def reads_whole_rows(call: Call) -> bool:
-    """Whether every query sees all of its row, so that no position matters."""
+    """Tells whether every query sees all of its row, so that positions do not matter."""
     mask, options = call.mask, call.options
     if not (call.q.ndim == 4 and call.q.shape[1] == 1) and mask.causal:
         return False

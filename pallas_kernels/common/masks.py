@@ -55,7 +55,7 @@ class WindowMask(NamedTuple):
         return (key >= first) | (key < self.sink_tokens) if self.sink_tokens else key >= first
 
     def most(self, tokens: int) -> int | None:
-        """How many keys so many consecutive tokens see together, at most. None: all."""
+        """Returns the most keys that `tokens` consecutive tokens see together; None: all."""
         size = self.window if self.chunk is None else self.chunk
         return None if size is None else size + tokens - 1 + self.sink_tokens
 
@@ -92,11 +92,11 @@ def find_token_mask(
     tree: jax.Array | None = None,
     spans: jax.Array | None = None,
 ) -> TokenMask:
-    """What the tokens of a step see.
+    """Returns what the tokens of a step see.
 
     Args:
       token: where they lie, flat.
-      before, start: `i32[S]`: the position of each row's first token of this step, and its place among the tokens.
+      before, start: `i32[S]`: the position of each row's first token of this step, and its index among the tokens.
       longest: at least the tokens of any row.
       tree: their parents, flat; see `tree_attention.climb`.
       spans: flat; the tokens of each stand one after another, see `are_runs`. Not with a tree.
@@ -138,7 +138,7 @@ def full_masks(lengths: jax.Array, there: jax.Array) -> MaskTiles:
 
 
 def _run_around(token: Tokens, spans: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How many tokens of the same span stand right before each token, and right behind."""
+    """Counts the tokens of the same span directly before each token, and directly after it."""
     place = jnp.arange(spans.shape[0], dtype=jnp.int32)
     inside = token.valid & (spans != 0)
     joined = inside[1:] & inside[:-1] & (token.row[1:] == token.row[:-1]) & (spans[1:] == spans[:-1])

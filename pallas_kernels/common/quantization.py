@@ -90,7 +90,7 @@ class StorageFormat:
         return () if rank is None else (2,)
 
     def has_entry_scales(self, head_dim: int, rank: int | None = None) -> bool:
-        """Whether the entries of a head do not all share one scale."""
+        """Tells whether the entries of a head have more than one scale."""
         return self.scale_axes(head_dim, rank) != ()
 
     def scale_shape(
@@ -121,7 +121,7 @@ class StorageFormat:
         x = x.astype(jnp.float32)
         finite = jnp.isfinite(x).all(axis=-1)  # asked for by itself: a maximum may drop a NaN
         x = jnp.where(finite[..., None], x, 0.0)
-        largest = jnp.abs(self._in_groups(x)).max(axis=-1)
+        largest = jnp.abs(self._group_entries(x)).max(axis=-1)
         scale = jnp.maximum(largest, TINY) / self.largest
         scale = scale * self._choose_factor(x, scale) if self.has_levels else scale
         scale = scale.astype(scale_dtype or self.scale_dtype)
@@ -172,7 +172,7 @@ class StorageFormat:
 
     def sum_by_scale(self, x: jax.Array, rank: int | None = None) -> jax.Array:
         """Returns sums over the entries `[..., D]` that share a scale: the transpose of `spread_scales`."""
-        return self._in_groups(x, rank).sum(axis=-1)
+        return self._group_entries(x, rank).sum(axis=-1)
 
     def hide_bad_scales(self, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns scales of keys and values such that what no query sees does nothing in a kernel, whatever they hold.
@@ -192,14 +192,14 @@ class StorageFormat:
         are nearly equal would depend on how a program adds, and a token's bits on the steps that it came in.
         """
         parts = jnp.round(jnp.abs(x) / self.spread_scales(scale, x.shape[-1]) * float(SCALE_PARTS))
-        is_entry = self._in_groups(jnp.ones_like(parts))  # and none of those that fill the last group
+        is_entry = self._group_entries(jnp.ones_like(parts))  # and none of those that fill the last group
         tried = np.array(SCALES_TRIED, np.float32).reshape(*[1] * scale.ndim, -1, 1)
-        numbers = self._in_groups(parts)[..., None, :]
+        numbers = self._group_entries(parts)[..., None, :]
         lost = _read_level(_count_levels_below(numbers, tried)) * tried - numbers
         best = jnp.argmin((lost * lost * is_entry[..., None, :]).sum(axis=-1), axis=-1)
         return (best + SCALES_TRIED[0]).astype(jnp.float32) / float(SCALE_PARTS)
 
-    def _in_groups(self, x: jax.Array, rank: int | None = None) -> jax.Array:
+    def _group_entries(self, x: jax.Array, rank: int | None = None) -> jax.Array:
         """`[..., D]` to `[..., groups, entries]`: those that share a scale together, and zeros behind them."""
         if self.group_size is None and rank is None:
             return x

@@ -20,8 +20,8 @@ WORTH_TOKENS = 8192
 
 
 def queries_together(num_heads: int, num_kv_heads: int) -> int:
-    """How many queries share one reading of what a group shares: of many heads to a KV head fewer, for they are bound
-    by arithmetic, and the last tile of them is not full.
+    """Returns how many queries share one read of a group's prefix. With many query heads per KV head it is fewer:
+    those are bound by arithmetic, and their last tile is not full.
 
     >>> [queries_together(heads, 2) for heads in (2, 4, 14, 64)]
     [64, 64, 18, 8]
@@ -46,7 +46,7 @@ class Shared(NamedTuple):
 
     @classmethod
     def unpack(cls, shared: jax.Array) -> "Shared":
-        """From `i32[4, S]`."""
+        """Unpacks `i32[4, S]`."""
         return cls(*shared)
 
 
@@ -95,12 +95,12 @@ def find_shared(
     columns = jnp.where(is_alike, columns, 0)
     together = (like[:, None] == like[None]) & (columns[:, None] == columns[None]) & (columns > 0)[None]
 
-    def over_group(of: Callable, x: jax.Array) -> jax.Array:
+    def reduce_group(of: Callable, x: jax.Array) -> jax.Array:
         return of(jnp.where(together, x[None], 0), axis=1)
 
-    count = over_group(jnp.sum, queries)
-    rows_spared = over_group(jnp.sum, jnp.ones_like(index)) - WORTH_ROWS * -(-count // TOGETHER)
-    seen = jnp.maximum(columns - over_group(jnp.max, first), 0)
+    count = reduce_group(jnp.sum, queries)
+    rows_spared = reduce_group(jnp.sum, jnp.ones_like(index)) - WORTH_ROWS * -(-count // TOGETHER)
+    seen = jnp.maximum(columns - reduce_group(jnp.max, first), 0)
     pays = rows_spared * seen * block_size >= worth
     leader = jnp.where(pays, jnp.argmax(together, axis=1).astype(jnp.int32), index)
     is_earlier = leader[:, None] > leader[None]

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 
 
 def side_by_side(left: jax.Array, right: jax.Array) -> jax.Array:
-    """As `jnp.concatenate([left, right], axis=-1)`."""
+    """Computes `jnp.concatenate([left, right], axis=-1)`."""
     before, behind, front = left.shape[-1], right.shape[-1], [(0, 0)] * (left.ndim - 1)
     is_left = jnp.arange(before + behind) < before
     return jnp.where(is_left, jnp.pad(left, [*front, (0, behind)]), jnp.pad(right, [*front, (before, 0)]))
 
 
 def paired(first: jax.Array, second: jax.Array, axis: int) -> jax.Array:
-    """As `jnp.stack([first, second], axis)`, for an axis that counts from the last, -1."""
+    """Computes `jnp.stack([first, second], axis)`, for a negative axis."""
     first, second = (jnp.expand_dims(x, axis) for x in (first, second))
     number = jnp.arange(2).reshape(2, *(1,) * (-1 - axis))
     return jnp.where(number == 0, first, second)

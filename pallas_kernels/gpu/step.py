@@ -142,7 +142,7 @@ def _drop_padded_heads(x, axis: int, num_kv_heads: int, group: int):
 
 
 def tiles_of_a_row(capacity: int, window_mask: WindowMask, new_tokens: int, tile_tokens: int) -> int:
-    """At most, of a row with room for so many tokens, that so many consecutive ones see."""
+    """Returns the most tiles that `new_tokens` consecutive tokens see of a row with room for `capacity` tokens."""
     most, seen = -(-capacity // tile_tokens), window_mask.most(new_tokens)
     return most if seen is None else min(most, -(-seen // tile_tokens) + 1 + (window_mask.sink_tokens > 0))
 
@@ -309,7 +309,7 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
     )
 
     def of_tokens(x):
-        """Of each token, from its item's query rows, `[W, K, n, 64, ...]`: `[N, K, group, ...]`."""
+        """Returns tokens `[N, K, group, ...]` from items' query rows `[W, K, n, 64, ...]`."""
         x = x.reshape(num_items, num_kv_heads, halves, prefill.HALF, *x.shape[4:])
         x = x[:, :, :, : group * own].reshape(*x.shape[:3], group, own, *x.shape[4:])
         return x[item, :, nth // own, :, nth % own]
@@ -323,8 +323,8 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
 
 
 def _prefill_latent(operands: Operands, rows: DecodeRows, least: int):
-    """What `_prefill_rows` does, over latent rows, and its output is `[N, H, rank]`. Queries are read, and the output
-    is written, where they lie; but of items in chunks."""
+    """Attends as `_prefill_rows` does, over latent rows; returns `[N, H, rank]`. Unless items are cut into chunks, the
+    kernel reads queries and writes outputs where they lie."""
     q, sinks = operands.q, operands.sinks
     num_tokens, num_heads, head_dim = q.shape
     group = latent.heads_at_once(num_heads)
@@ -360,7 +360,7 @@ def _prefill_latent(operands: Operands, rows: DecodeRows, least: int):
     )
 
     def of_tokens(x):
-        """From `[W, tiles of heads, 64, ...]`, the queries of items, to `[N, H, ...]`."""
+        """Returns tokens `[N, H, ...]` from items' queries `[W, tiles of heads, 64, ...]`."""
         x = x[:, :, : item_tokens * group].reshape(num_items, head_tiles, item_tokens, group, *x.shape[3:])
         return x[item, :, nth].reshape(num_tokens, num_heads, *x.shape[4:])
 
@@ -371,7 +371,7 @@ def _prefill_latent(operands: Operands, rows: DecodeRows, least: int):
 
 
 def _with_sinks(out, lse, sinks):
-    """Of tokens, `[N, H, D]` and `f32[N, H]`, with one more logit in each softmax's denominator, `[H]`."""
+    """Adds a logit per head, `[H]`, to the softmax of outputs `[N, H, D]` with log-sum-exps `f32[N, H]`."""
     if sinks is None:
         return out, lse
     with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None])

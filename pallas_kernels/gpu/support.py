@@ -69,7 +69,7 @@ def find_chip_refusal() -> str | None:
 
 
 def _latent_refusal(q, num_kv_heads: int, kind: str | None, rank: int) -> str | None:
-    """Of latent rows."""
+    """Returns why the kernels do not read these latent rows, or None."""
     if num_kv_heads > 1:
         return (
             f"The gpu kernels read latent rows of one head, not of {num_kv_heads}; give the cache join_kv=False if its "

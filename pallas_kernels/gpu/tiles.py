@@ -80,8 +80,8 @@ def sink_tiles(window_mask: WindowMask, tokens: int) -> int:
 
 
 def walk_from(tile, window_mask: WindowMask, tokens: int):
-    """Where a walk over a row begins whose window begins in this tile. Tiles of first tokens are walked as if they
-    stood right before it: what lies between is no part of the walk."""
+    """Returns the step at which the walk over a row begins if its window begins in this tile. Tiles of sink tokens are
+    walked as if they stood directly before it; tiles in between are skipped."""
     before = sink_tiles(window_mask, tokens)
     return jnp.maximum(tile - before, 0) if before else tile
 
@@ -220,7 +220,7 @@ def fetch(
 
 
 def varies(x) -> bool:
-    """Whether x is known to differ among the devices of a `shard_map`: JAX refuses it in warps and as a reference."""
+    """Tells whether x differs among the devices of a `shard_map`; JAX takes no such array in warps or as a ref."""
     return bool(jax.typeof(x).manual_axis_type.varying)
 
 

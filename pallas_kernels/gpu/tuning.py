@@ -109,9 +109,9 @@ def prefill_plan(head_dim: int, block_size: int, itemsize: int = 2) -> PrefillPl
 
 
 def prefill_chunks(num_blocks: int, most_tiles: int) -> int:
-    """Into how many chunks to cut the context of each prefill item, so that they fill the chip, if there are few.
+    """Returns the number of chunks that the context of each prefill item is cut into, so that few items fill the chip.
 
-    A chunk gets 8 tiles, or merging would cost more than it gains.
+    A chunk has at least 8 tiles, or merging would cost more than it gains.
     """
     return max(1, min(chip()[1] // num_blocks, most_tiles // 8))
 

@@ -42,8 +42,8 @@ def decode_capacity(num_rows: int, wave: int, most_tiles: int, waves: int) -> tu
 
 
 def fixed_edges(most_tiles: int) -> tuple[int, ...]:
-    """Where the items of a row begin and end that is cut by position alone, in tiles of its walk: longer ones further
-    on, so that a row of any length has some tens, and no item is much of it."""
+    """Returns the edges of a row's items, in tiles of its walk, where they depend on positions alone. Later items are
+    longer: a row of any length has some tens of items, and none is a large share of it."""
     edges = [0]
     while edges[-1] < most_tiles:
         edges.append(edges[-1] + max(FIXED_TILES, edges[-1] // FIXED_TILES))
@@ -117,7 +117,7 @@ def decode_items(
         plgpu.barrier_wait(ready)
 
         def rows(begin, axis):
-            """Of some rows, along an axis: their numbers, whether they are taken, and what is known of them."""
+            """Returns rows along an axis: their numbers, whether they are taken, and their fields."""
             layout = LAYOUT.reduce(1 - axis)
             span = pl.ds(begin, sizes[axis])
             row = plgpu.broadcasted_iota(jnp.int32, (sizes[axis],), 0, layout=layout) + begin
@@ -162,7 +162,7 @@ def decode_items(
             return lax.div(x + (divisor - 1), divisor)
 
         def cut(tiles, taken, total):
-            """How many items of how many tiles, as even as can be, and whether it is more than one."""
+            """Returns the number of items, tiles per item, as even as possible, and whether there is more than one."""
             if deterministic:  # they have no one size
                 size, count = tiles, sum(where(tiles > edge, 1) for edge in edges[:-1])
             else:
@@ -175,7 +175,7 @@ def decode_items(
             return size, count, where(count > 1, 1)
 
         def part(nth, size):
-            """From which tile to which the nth item of a row goes, counted from its first."""
+            """Returns the first tile and the end of the nth item of a row, counted from the row's first tile."""
             if not deterministic:
                 return nth * size, (nth + 1) * size
             steps = [after - before for before, after in itertools.pairwise(edges)]

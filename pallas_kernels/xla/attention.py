@@ -52,14 +52,14 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
 
     listed = tables if tile_mask.blocks is None else tile_mask.blocks
 
-    def at_once(most: int) -> tiles.Tiling | None:
+    def whole_tiles(most: int) -> tiles.Tiling | None:
         """The tiles of rows of at most so many tokens of this step, if they are read whole."""
         return None if together is not None or deterministic else tiles.tile_rows(inputs.q, kv, listed, most)
 
     def attend(count: jax.Array, most: int) -> _Softmax:
-        """Of the rows whose count is not 0, and at most so many tokens."""
+        """Attends for rows with at least one and at most `most` tokens."""
         asked = rows._replace(count=count)
-        if (tiling := at_once(most)) is not None:
+        if (tiling := whole_tiles(most)) is not None:
             return _attend_at_once(inputs, asked, token, tiling, tuple(token_axes))
         queries = most if most == 1 else tiles.PREFILL_QUERIES if deterministic else min(tiles.PREFILL_QUERIES, most)
         lanes = tables.shape[0] if most == 1 else min(tables.shape[0], num_tokens // 2) + num_tokens // queries
@@ -71,7 +71,7 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
         return _attend_tiles(inputs, asked, row, index, tiling, lanes, deterministic)
 
     longest = token_axes[-1]
-    if longest == 1 or at_once(longest) is not None:
+    if longest == 1 or whole_tiles(longest) is not None:
         softmax = attend(rows.count, longest)
     else:  # rows with one token of this step gain nothing from tiles of queries
         lone = rows.count == 1
@@ -81,7 +81,7 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
             lambda a, b: jnp.where(jnp.expand_dims(is_lone, range(1, a.ndim)), a, b), lone_rows, others
         )
 
-    softmax = softmax if together is None else _merged(together, softmax)
+    softmax = softmax if together is None else _merge(together, softmax)
     top, values, total = softmax
     nothing = ~token.valid[:, None] | (total == 0)
     if sinks is not None:  # one more place to attend to, which has no value
@@ -157,7 +157,7 @@ def _attend_tiles(
     if tiling.queries > 1:  # padding is counted from its row's first token too, and may lie before it
         tile, place = tiles.parts(jnp.maximum(index, 0), tiling.queries)
         lane = jnp.minimum(tiles.take(work.row_lane, row) + tile, lanes - 1)
-    return _of_tokens(softmax, tiling.queries, lane, place)
+    return _select_tokens(softmax, tiling.queries, lane, place)
 
 
 def _attend_at_once(
@@ -178,7 +178,7 @@ def _attend_at_once(
     seen = _read(inputs, items, tiling, queries)
     top = seen.logits.max(axis=-1)
     weighted = _weigh(seen, _finite(top), inputs.q.dtype)
-    return _of_tokens(_Softmax(top, *weighted), tiling.queries, row, place)
+    return _select_tokens(_Softmax(top, *weighted), tiling.queries, row, place)
 
 
 class _Seen(NamedTuple):
@@ -191,7 +191,7 @@ class _Seen(NamedTuple):
 
 
 def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: jax.Array) -> _Seen:
-    """What queries `[items, K, queries * G, D]` see."""
+    """Returns the logits and values of what queries `[items, K, queries * G, D]` see."""
     q, stored, scale, soft_cap, alibi, _ = inputs
     kv, format, rank, halves = stored.kv, stored.format, stored.latent_rank, stored.half_rank
     num_heads, head_dim = q.shape[1:]
@@ -255,7 +255,7 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
 
 
 def _finite(top: jax.Array) -> jax.Array:
-    """What to count logits from whose largest is `top`."""
+    """Returns the number that is subtracted from logits with maximum `top`."""
     return jnp.where(top <= MASKED, 0.0, top)
 
 
@@ -272,7 +272,8 @@ def _weigh(seen: _Seen, reference: jax.Array, dtype: jnp.dtype) -> tuple[jax.Arr
 
 
 def _product(subscripts: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """In float32, of `a` in b's dtype, but for bytes: a CPU multiplies those as they are, others as `dtype`."""
+    """Multiplies in float32 sums, with `a` cast to b's dtype. Bytes are multiplied as they are on a CPU, elsewhere as
+    `dtype`."""
 
     def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
         precision = "highest" if b.dtype == jnp.float32 else None
@@ -289,9 +290,9 @@ def _product(subscripts: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> j
     )
 
 
-def _of_tokens[T](softmax: T, queries: int, lane: jax.Array | None, place: jax.Array | None) -> T:
-    """Of lanes' tiles of `queries` tokens each what the tokens have that stand at some places of some lanes. No lanes:
-    of all, one after another; no places: all of the lane."""
+def _select_tokens[T](softmax: T, queries: int, lane: jax.Array | None, place: jax.Array | None) -> T:
+    """Selects tokens from lanes' tiles of `queries` tokens each, by lane and place. Without lanes: of all lanes in
+    order. Without places: all tokens of the lane."""
 
     def pick(x: jax.Array) -> jax.Array:  # [lanes, K, queries * G, ...]
         lanes, num_kv_heads, all_queries, *minor = x.shape
@@ -331,7 +332,7 @@ def _attend_together(
     return softmax, rows._replace(first=shared.tokens)
 
 
-def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
+def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
     """The softmax over what either has seen."""
     top = jnp.maximum(a.top, b.top)
     reference = _finite(top)
@@ -345,11 +346,11 @@ def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
 
 
 def _merged_in_order(softmax: _Softmax, lane: jax.Array, items: _Softmax) -> _Softmax:
-    """What lanes have, with some items put to it one after another: what comes out goes by their order alone. One that
+    """Merges items into their lanes one after another, so that the result depends on their order alone. An item that
     sees nothing changes no bit."""
 
     def merge(j, softmax: _Softmax) -> _Softmax:
         have, item = (jax.tree.map(lambda x, i=i: x[i], s) for s, i in ((softmax, lane[j]), (items, j)))
-        return jax.tree.map(lambda x, new: x.at[lane[j]].set(new), softmax, _merged(have, item))
+        return jax.tree.map(lambda x, new: x.at[lane[j]].set(new), softmax, _merge(have, item))
 
     return jax.lax.fori_loop(0, lane.shape[0], merge, softmax)

@@ -99,14 +99,14 @@ def describe_rows(call: Call, form: RowBlocks = PLAIN) -> Call:
     num_tokens = min(math.prod(call.q.shape[:-2]), _count_at_once(math.prod(call.q.shape[:-2]), top_k, kv, form))
     blocks = _count_blocks(top_k, form)
 
-    def gathered(x: Any, *minor: int) -> Any:
+    def gathered_shape(x: Any, *minor: int) -> Any:
         return None if x is None else shape((num_tokens * blocks, *x.shape[1:3], form.tokens, *minor), x.dtype)
 
     row, scale = shape((num_tokens,), jnp.int32), call.stored.scale
-    scale = None if scale is None else gathered(scale, *scale.shape[4:])
+    scale = None if scale is None else gathered_shape(scale, *scale.shape[4:])
     return call._replace(
         q=shape((num_tokens, 1, *call.q.shape[-2:]), call.q.dtype),
-        stored=call.stored.replace(gathered(kv, _pad_width(kv.shape[-1], form)), scale),
+        stored=call.stored.replace(gathered_shape(kv, _pad_width(kv.shape[-1], form)), scale),
         batch=PagedBatch(shape((num_tokens, blocks), jnp.int32), row, row),
         mask=MaskSpec(),
     )

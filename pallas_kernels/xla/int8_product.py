@@ -22,7 +22,7 @@ def product(subscripts: str, a: jax.Array, b: jax.Array, num_digits: int) -> jax
     >>> product("qd,cd->qc", a, b, num_digits=2).round(2).tolist()
     [[62.5, 129.0]]
     """
-    digits, unit = _in_digits(a, num_digits)
+    digits, unit = _split_digits(a, num_digits)
     *batch, rows, n = a.shape
     sums = jnp.einsum(subscripts, digits.reshape(*batch, num_digits * rows, n), b, preferred_element_type=jnp.int32)
     sums = sums.astype(jnp.float32).reshape(*batch, num_digits, rows, -1)
@@ -32,8 +32,9 @@ def product(subscripts: str, a: jax.Array, b: jax.Array, num_digits: int) -> jax
     return jax.lax.optimization_barrier(total * unit)  # put together once, not by each that reads it
 
 
-def _in_digits(x: jax.Array, num_digits: int) -> tuple[jax.Array, jax.Array]:
-    """Rows `[..., rows, n]` as `i8[..., num_digits, rows, n]`, the highest first, and their units `[..., rows, 1]`."""
+def _split_digits(x: jax.Array, num_digits: int) -> tuple[jax.Array, jax.Array]:
+    """Splits rows `[..., rows, n]` into digits `i8[..., num_digits, rows, n]`, the highest first, and their units
+    `[..., rows, 1]`."""
     x = x.astype(jnp.float32)
     size = jnp.abs(x)
     largest = size.max(axis=-1, keepdims=True)

@@ -42,11 +42,11 @@ def multiply_rows(x: jax.Array, weight: jax.Array, *, outputs_first: bool) -> ja
         summands = _count_summands(size // LANES, MOST)
         shape = (size // (summands * LANES), summands, LANES)
         products = weight.reshape(-1, 1, *shape).astype(jnp.float32) * x.reshape(1, rows, *shape)
-        sums = _kept(sum_unrolled(products, 3))
+        sums = _keep(sum_unrolled(products, 3))
         return _sum_all(sums.reshape(*sums.shape[:2], -1), axis=2).T
     summands = _count_summands(size, STREAMS)
     products = weight.reshape(summands, -1, 1, weight.shape[1]).astype(jnp.float32) * x.T.reshape(summands, -1, rows, 1)
-    return _sum_all(_kept(sum_unrolled(products, 0)), axis=0)
+    return _sum_all(_keep(sum_unrolled(products, 0)), axis=0)
 
 
 def sum_unrolled(x: jax.Array, axis: int) -> jax.Array:
@@ -64,7 +64,7 @@ def _sum_all(x: jax.Array, axis: int) -> jax.Array:
         summands = _count_summands(size, MOST)
         if summands == 1:  # a prime
             return x.sum(axis)
-        x = _kept(sum_unrolled(x.reshape(*front, summands, size // summands, *behind), axis))
+        x = _keep(sum_unrolled(x.reshape(*front, summands, size // summands, *behind), axis))
     return x.reshape(*front, *behind)
 
 
@@ -73,5 +73,5 @@ def _count_summands(size: int, most: int) -> int:
     return max(count for count in range(1, most + 1) if size % count == 0)
 
 
-def _kept(x: jax.Array) -> jax.Array:
+def _keep(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x)

@@ -39,7 +39,7 @@ def zero_for(*trees: Any) -> jax.Array:
 
 
 def read_queries(x: jax.Array, items: Items, num_kv_heads: int) -> jax.Array:
-    """What the items' queries have in `x [tokens, H, ...]`, as `[items, K, queries * G, ...]`."""
+    """Reads the items' queries from `x [tokens, H, ...]`, as `[items, K, queries * G, ...]`."""
     return split_by_kv_head(x.at[items.token].get(mode="clip"), num_kv_heads)
 
 

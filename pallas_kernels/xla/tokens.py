@@ -157,7 +157,7 @@ def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _count_at_once(q, stored: StoredKV, top_k: int) -> int:
-    """How many queries are computed at a time."""
+    """Returns how many queries are computed at a time."""
     _, parts, heads, _, width = stored.kv.shape
     entries = parts * heads * width * stored.format.numbers_per_entry
     size = stored.kv.dtype.itemsize if stored.kv.dtype == q.dtype else stored.kv.dtype.itemsize + 4

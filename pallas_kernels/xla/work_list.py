@@ -58,7 +58,7 @@ def parts(x: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
 
 
 def cover(x: jax.Array, n: int) -> jax.Array:
-    """How many of size n hold x, which is not negative."""
+    """Returns how many pieces of size n hold x, which is not negative."""
     return parts(x + (n - 1), n)[0]
 
 
@@ -86,7 +86,7 @@ def tile_rows(q: jax.Array, kv: jax.Array, tables: jax.Array, queries: int) -> T
 
 
 def _item_bytes(q: jax.Array, kv: jax.Array, queries: int, context: int) -> int:
-    """Of an item's keys, values and logits."""
+    """Returns the bytes of an item's keys, values and logits."""
     (num_heads, head_dim), (_, parts, num_kv_heads, *_) = q.shape[1:], kv.shape
     return context * (parts * num_kv_heads * head_dim * kv.dtype.itemsize + 4 * num_heads * queries)
 
@@ -106,8 +106,8 @@ class WorkRows(NamedTuple):
     position: jax.Array | None = None
     shard: jax.Array | None = None  # i32[2]: which of how many runs of every block are at hand; None: all of it
 
-    def places(self, position: jax.Array, tiling: Tiling) -> jax.Array:
-        """How many of a row's places before a position are at hand."""
+    def count_slots(self, position: jax.Array, tiling: Tiling) -> jax.Array:
+        """Returns how many of a row's slots before a position are here: in this shard, and in the block table."""
         most = jnp.clip(position, 0, None)
         held = most if self.shard is None else count_local_tokens(most, self.shard, tiling.block_size)
         return jnp.minimum(held, tiling.capacity)
@@ -155,10 +155,10 @@ class TileMask(NamedTuple):
     sink_tokens: int = 0  # of a row's first tokens, which are seen beside the window
 
     def sink_tiles(self, tiling: "Tiling", rows: WorkRows, first_tile: jax.Array) -> jax.Array | None:
-        """How many first tiles of the context are seen before the window's first one; None: there are no such."""
+        """Returns how many tiles of sink tokens are seen before the window's first tile; None without sinks."""
         if not self.sink_tokens or self.blocks is not None:
             return None
-        tokens = rows.places(jnp.full_like(first_tile, self.sink_tokens), tiling)
+        tokens = rows.count_slots(jnp.full_like(first_tile, self.sink_tokens), tiling)
         return jnp.minimum(cover(tiling.runs(tokens), tiling.pieces), first_tile)
 
 
@@ -235,7 +235,7 @@ def plan(tiling: Tiling, lanes: int, rows: WorkRows, tile_mask: TileMask) -> Wor
 
     # Spans see ahead, and back to the first token of the step; tokens of a tree may be as shallow as its first.
     stop = before + last + 1 if tile_mask.causal and tile_mask.spans is None else end
-    last_tile = cover(tiling.runs(rows.places(stop, tiling)), tiling.pieces)
+    last_tile = cover(tiling.runs(rows.count_slots(stop, tiling)), tiling.pieces)
     first_tile = jnp.zeros_like(last_tile)
     in_order = tile_mask.tree is None and rows.position is None
     oldest = _oldest_seen(before + first if in_order else before, tile_mask)
@@ -245,7 +245,7 @@ def plan(tiling: Tiling, lanes: int, rows: WorkRows, tile_mask: TileMask) -> Wor
         oldest = jnp.zeros_like(row) if oldest is None else oldest
         oldest = oldest if tile_mask.spans is None else jnp.minimum(oldest, before)
         oldest = oldest if rows.first is None else jnp.maximum(oldest, take(rows.first, row))
-        first_tile, _ = parts(tiling.runs(rows.places(oldest, tiling) + 1) - 1, tiling.pieces)
+        first_tile, _ = parts(tiling.runs(rows.count_slots(oldest, tiling) + 1) - 1, tiling.pieces)
     num_tiles = jnp.maximum(last_tile - first_tile, 0)
     if (sink_tiles := tile_mask.sink_tiles(tiling, rows, first_tile)) is not None:
         num_tiles += sink_tiles

@@ -123,7 +123,7 @@ MUTANTS = {
     ),
     "log-probabilities are another row's": (
         "test_log_probabilities_are_the_models_own",
-        Plant("_logprobs", "x[step, row, :1 + count]", "x[step, 0, :1 + count]"),
+        Plant("_logprobs", "x[step, row, :1 + params.num_logprobs]", "x[step, 0, :1 + params.num_logprobs]"),
     ),
     # Prefill apart, checkpoints and processes.
     "a cancelled request keeps its row where prompts are computed": (

@@ -14,7 +14,11 @@ MUTANTS = {
     ),
     "the beginning of a chain goes before its end": (
         "test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning",
-        Plant("Ends.least_needed", "self._freed(end, g, passed[g])", "reversed([*self._freed(end, g, passed[g])])"),
+        Plant(
+            "Ends.least_needed",
+            "self._list_freed(end, g, passed[g])",
+            "reversed([*self._list_freed(end, g, passed[g])])",
+        ),
     ),
     "labels of another line of caches are believed": (
         "test_the_same_block_of_an_older_cache_is_not_taken_for_a_newer_one",
@@ -128,7 +132,7 @@ MUTANTS = {
     ),
     "what was found before is worth no more": (
         "test_nine_tenths_are_found_at_one_and_a_half_of_the_windows_blocks",
-        Plant("Ends._by_worth", "len(ends)", "0"),
+        Plant("Ends._sort_by_worth", "len(ends)", "0"),
     ),
     "a row's end is worth as much as another": (
         "test_where_a_row_goes_on_is_worth_less_than_where_none_does",
@@ -142,7 +146,7 @@ MUTANTS = {
     ),
     "an end that lacks something is none": (
         "test_a_window_that_is_gone_leaves_what_can_be_served_without_it",
-        Plant("Ends._move_back", "self._needed(chain) if chain else {}", "{}"),
+        Plant("Ends._move_back", "self._find_needed(chain) if chain else {}", "{}"),
     ),
     "a pin is of whole chains": (
         "test_a_pin_is_of_what_a_match_needs",
@@ -339,7 +343,7 @@ MUTANTS = {
         "test_what_another_index_wrote_goes_with_reset",
         Plant(
             "BlockFiles.clear",
-            "{*_found(self.folder, self.owner.hex()), *(name for name in self.files if name.startswith(own))}",
+            "{*_list_blocks(self.folder, self.owner.hex()), *(name for name in self.files if name.startswith(own))}",
             "{*(name for name in self.files if name.startswith(own))}",
         ),
     ),

@@ -190,11 +190,11 @@ def _over(report: Report) -> str:
     rows = report.best.rows * devices.data
     return (
         f"Each device holds {holds}; a decode step of {rows} rows in bfloat16 makes it "
-        f"{sent if report.step.sent else 'send nothing'}. {how}{_over_hosts(report)}"
+        f"{sent if report.step.sent else 'send nothing'}. {how}{_describe_hosts(report)}"
     )
 
 
-def _over_hosts(report: Report) -> str:
+def _describe_hosts(report: Report) -> str:
     """Says on how many hosts the devices are, and what runs there."""
     if report.chip is None or report.hosts in (None, 1):
         return ""

@@ -164,7 +164,7 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
     def shorten(tables: BlockTables) -> BlockTables:
         refused, needed = (shorter & ~granted) | (target < 0), jnp.where(gone, GONE, 1)
         tables = mark_failed(tables, refused, jnp.where(target < 0, -1, target), needed)
-        rows, lengths = repeat_for_heads(granted, tables), _held(tables, target)
+        rows, lengths = repeat_for_heads(granted, tables), _count_held(tables, target)
         emptied = rows & repeat_for_heads(target == 0, tables)
         return dataclasses.replace(
             tables,
@@ -179,7 +179,7 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
     return changed.replace(state_slots=roll_slots_back(cache, target, granted))
 
 
-def _held(tables: BlockTables, target: jax.Array) -> jax.Array:
+def _count_held(tables: BlockTables, target: jax.Array) -> jax.Array:
     """Returns how many of the first `target` i32[S] tokens of each row are held, for each head row."""
     target = repeat_for_heads(target, tables)
     return target if tables.evicted is None else jnp.maximum(target - tables.evicted, 0)
@@ -215,7 +215,7 @@ def _adoption(cache: Cache, tables: BlockTables, source: jax.Array, moved: jax.A
 
 def _truncation(cache: Cache, tables: BlockTables, target: jax.Array, shorter: jax.Array) -> _Plan:
     """Plans that rows under `shorter` keep their first `target` tokens."""
-    target, shorter = _held(tables, target), repeat_for_heads(shorter, tables)
+    target, shorter = _count_held(tables, target), repeat_for_heads(shorter, tables)
     block_size = cache.config.block_size
     if tables.skipped is not None:  # columns count from the first block that stays in the table
         target = jnp.maximum(target - tables.skipped * block_size, 0)

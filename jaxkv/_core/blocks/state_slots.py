@@ -64,7 +64,7 @@ def assign_slots(cache: Cache, new: jax.Array, lengths: jax.Array) -> StateSlots
 
 def _assign_snapshots(cache: Cache, lengths: jax.Array, new: jax.Array, held: jax.Array, free: jax.Array) -> jax.Array:
     """Returns the snapshots `held` i32[S, W] and those that a step reaches, in slots of `free`, while there are any."""
-    column, (before, after) = _columns(cache), (_reached(cache, x) for x in (lengths, lengths + new))
+    column, (before, after) = _columns(cache), (_count_reached(cache, x) for x in (lengths, lengths + new))
     granted = grant_snapshots(cache, held, ((column >= before) & (column < after)).reshape(-1), free)
     return jnp.where(granted != NULL_SLOT, granted, held.reshape(-1)).reshape(held.shape)
 
@@ -84,7 +84,7 @@ def held_snapshots(cache: Cache, lengths: jax.Array | None = None) -> jax.Array 
     if cache.state_slots is None or cache.state_slots.snapshots is None:
         return None
     lengths = cache.lengths if lengths is None else lengths
-    return jnp.where(_columns(cache) < _reached(cache, lengths), cache.state_slots.snapshots, NULL_SLOT)
+    return jnp.where(_columns(cache) < _count_reached(cache, lengths), cache.state_slots.snapshots, NULL_SLOT)
 
 
 def has_snapshot(cache: Cache, lengths: jax.Array) -> jax.Array:
@@ -101,7 +101,7 @@ def roll_slots_back(cache: Cache, lengths: jax.Array, rows: jax.Array) -> StateS
     slots = jnp.where(rows, _find_snapshots(cache, lengths), cache.state_slots.slots)
     source, snapshots = cache.state_slots.source, held_snapshots(cache)
     if snapshots is not None:
-        behind = rows[:, None] & (_columns(cache) >= _reached(cache, lengths))
+        behind = rows[:, None] & (_columns(cache) >= _count_reached(cache, lengths))
         snapshots = jnp.where(behind, NULL_SLOT, snapshots)
     source = jnp.where(rows, slots, source)
     return dataclasses.replace(cache.state_slots, slots=slots, source=source, snapshots=snapshots)
@@ -121,7 +121,7 @@ def _columns(cache: Cache) -> jax.Array:
     return jnp.arange(cache.config.row_snapshots, dtype=jnp.int32)[None]
 
 
-def _reached(cache: Cache, lengths: jax.Array) -> jax.Array:
+def _count_reached(cache: Cache, lengths: jax.Array) -> jax.Array:
     """Returns `i32[S, 1]`: how many snapshots stand within rows of these lengths."""
     assert cache.config.snapshot_every is not None
     return (lengths // cache.config.snapshot_every)[:, None]

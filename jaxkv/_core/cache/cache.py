@@ -107,7 +107,7 @@ class Cache(Views):
         else:
             cache = self._with_stack(self.config.stack(number)[0], layer.pool)
         group = self.config.group(number)
-        tables = _with_failures(self.tables[group], layer.tables)
+        tables = _mark_failures(self.tables[group], layer.tables)
         return cache.replace(tables=(*self.tables[:group], tables, *self.tables[group + 1 :]))
 
     def _with_state_layer(self, i: Any, layer: StateLayer) -> "Cache":
@@ -115,7 +115,7 @@ class Cache(Views):
         stack = self.config.state_stack(number)
         if layer.config != self.config or layer.number not in stack:
             raise ValueError(f"layer must be what became of layers[{i}] of this cache, not {_describe(layer)}.")
-        tables = (_with_failures(self.tables[0], layer.tables), *self.tables[1:])
+        tables = (_mark_failures(self.tables[0], layer.tables), *self.tables[1:])
         own, first = layer.states, stack[0]
         if layer.place is None and place is not None:  # a list of layers has split the stack
             stacked = self.states[first]
@@ -209,7 +209,7 @@ class Layers(Sequence[Layer | StateLayer]):
         return tuple(layers)
 
 
-def _with_failures(tables: BlockTables, layer: BlockTables) -> BlockTables:
+def _mark_failures(tables: BlockTables, layer: BlockTables) -> BlockTables:
     """Returns a group's tables, with the rows marked whose step a layer has reverted."""
     if layer is tables:
         return tables

@@ -180,7 +180,7 @@ def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Cal
             if i not in whole:
                 _check_divides(i, argument, count, axis)
 
-        def on_one(*arguments: Any) -> Any:
+        def run_shard(*arguments: Any) -> Any:
             out = function(*_local(arguments, configs))
             return _join_outputs(out, {local: config for config, local in configs.items()}, axis)
 
@@ -188,7 +188,7 @@ def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Cal
         lie = functools.partial(_reshard, mesh=mesh, axis=axis)
         arguments = tuple(jax.tree.map(functools.partial(lie, is_whole=i in whole), x) for i, x in enumerate(arguments))
         return jax.shard_map(
-            on_one, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axis), axis_names={axis}, check_vma=False
+            run_shard, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axis), axis_names={axis}, check_vma=False
         )(*arguments)
 
     return run

@@ -102,13 +102,13 @@ def init(
     parts = tuple(specs.pools[config.stack(layers[0])[0]].parts for layers in config.groups)
     program = jax.jit(_init_pools, static_argnums=(0, 1, 2, 3, 4), out_shardings=jax.tree.map(on_mesh, specs.pools))
 
-    def laid(x: jax.Array) -> jax.Array:
+    def place_rows(x: jax.Array) -> jax.Array:
         if rows is None:
             return put_replicated(x, on_mesh(PartitionSpec()))
         maths: Any = jnp if is_tracing() else np  # nothing compiles
         return put_replicated(maths.concatenate([maths.atleast_1d(x)] * count), on_mesh(PartitionSpec(rows)))
 
-    tables, slots = jax.tree.map(laid, (_init_tables(shard, parts), _init_slots(shard)))
+    tables, slots = jax.tree.map(place_rows, (_init_tables(shard, parts), _init_slots(shard)))
     lie = jax.tree.map(on_mesh, specs.states)
     states = jax.jit(_init_states, static_argnums=(0, 1), out_shardings=lie)(shard, count) if specs.states else ()
     pools = program(shard, *axes, parts, count)

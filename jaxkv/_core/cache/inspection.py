@@ -243,7 +243,7 @@ class Views:
         block, offset = self.slots(row, position, layer=layer)
         out = head_spec(block.ndim)
         k, v = self._read(read_tokens, layer, (block, offset), (out, out))
-        if self._by_heads(layer):  # blocks of one head
+        if self._evicts_by_heads(layer):  # blocks of one head
             k, v = k[..., 0, :], v[..., 0, :]
         return k, v
 
@@ -277,13 +277,15 @@ class Views:
         For a latent layer `[S, 1, 1, max_seq_len, D]`; with `v_head_dim` `[S, 1, K, max_seq_len,
         v_head_dim + D]`, values first. A row longer than `max_seq_len` is cut to its first tokens."""
         found = self._read(dense, layer, self._logical(layer), PartitionSpec(PARTS, None, KV))
-        return self._join(layer, found[:, :, 0], 2) if self._by_heads(layer) else found
+        return self._join(layer, found[:, :, 0], 2) if self._evicts_by_heads(layer) else found
 
     def separate(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """Returns a layer's keys and values as two dense arrays `[S, K, max_seq_len, D]`; 0 past row lengths."""
         specs = (PartitionSpec(PARTS, KV), PartitionSpec(PARTS, KV))
         k, v = self._read(dense_pair, layer, self._logical(layer), specs)
-        return (self._join(layer, k[:, 0], 1), self._join(layer, v[:, 0], 1)) if self._by_heads(layer) else (k, v)
+        return (
+            (self._join(layer, k[:, 0], 1), self._join(layer, v[:, 0], 1)) if self._evicts_by_heads(layer) else (k, v)
+        )
 
     def _logical(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """Returns the blocks of a layer's rows in order from the first on, and the rows' lengths."""
@@ -291,7 +293,7 @@ class Views:
         width, sinks = self.config.max_blocks_per_seq, self.config.group_sinks[group]
         return logical_entries(tables.tables, tables.skipped, width, sinks), tables.lengths
 
-    def _by_heads(self, layer: int) -> bool:
+    def _evicts_by_heads(self, layer: int) -> bool:
         return self.config.group_evicts[self.config.group(layer)] == "head"
 
     def _join(self, layer: int, x: jax.Array, axis: int) -> jax.Array:

@@ -57,8 +57,8 @@ class MadeLike(ByteSizes):
         """
         num_layers = integer("num_layers", num_layers, least=1, most=MOST_LAYERS)
         layer = LayerConfig(num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, bounds=bounds)
-        layers = tuple(dataclasses.replace(layer, window=window) for window in _for_each(windows, num_layers))
-        return _made(cls, layers, max_seqs, max_seq_len, dtype, fields)
+        layers = tuple(dataclasses.replace(layer, window=window) for window in _list_windows(windows, num_layers))
+        return _make_config(cls, layers, max_seqs, max_seq_len, dtype, fields)
 
     @classmethod
     def like(
@@ -110,19 +110,21 @@ class MadeLike(ByteSizes):
                 window=window,
                 bounds=bounds,
             )
-            for layer, window in zip(found, _for_each(windows, len(found)), strict=True)
+            for layer, window in zip(found, _list_windows(windows, len(found)), strict=True)
         )
         max_seqs = found[0].rows if max_seqs is None else max_seqs
         max_seq_len = max(layer.places for layer in found) if max_seq_len is None else max_seq_len
-        return _made(cls, layers, max_seqs, max_seq_len, found[0].dtype if dtype is None else dtype, fields)
+        return _make_config(cls, layers, max_seqs, max_seq_len, found[0].dtype if dtype is None else dtype, fields)
 
 
-def _made(cls: Any, layers: tuple[LayerConfig, ...], max_seqs: int, max_seq_len: int, dtype: Any, fields: Any) -> Any:
+def _make_config(
+    cls: Any, layers: tuple[LayerConfig, ...], max_seqs: int, max_seq_len: int, dtype: Any, fields: Any
+) -> Any:
     model = types.SimpleNamespace(layer_configs=layers, dtype=dtype)
     return cls.from_model(model, max_seqs=max_seqs, max_seq_len=max_seq_len, **fields)
 
 
-def _for_each(windows: Any, num_layers: int) -> tuple[Any, ...]:
+def _list_windows(windows: Any, num_layers: int) -> tuple[Any, ...]:
     """Returns the window of each layer."""
     if windows is None or not isinstance(windows, Iterable) or isinstance(windows, str):
         return (windows,) * num_layers

@@ -25,7 +25,7 @@ def integer(name: str, value: Any, *, least: int | None = None, most: int | None
     number = read_scalar(value)
     if isinstance(number, bool | np.bool) or not isinstance(number, int | np.integer):
         raise ValueError(f"{name} must be an integer, not {show(value)}.")
-    return _bounded(name, int(number), least, most)
+    return _check_bounds(name, int(number), least, most)
 
 
 def real(
@@ -50,7 +50,7 @@ def real(
         raise ValueError(f"{name} must be a finite number, not {show(value)}.")
     if above is not None and number <= above:
         raise ValueError(f"{name} must be above {above}, not {show(value)}.")
-    return _bounded(name, number, least, most)
+    return _check_bounds(name, number, least, most)
 
 
 def flag(name: str, value: Any, or_else: str | None = None) -> bool:
@@ -92,7 +92,7 @@ def read_scalar(value: Any) -> Any:
     return value.item() if is_array else value
 
 
-def _bounded[T: (int, float)](name: str, number: T, least: T | None, most: T | None) -> T:
+def _check_bounds[T: (int, float)](name: str, number: T, least: T | None, most: T | None) -> T:
     if least is not None and number < least:
         raise ValueError(f"{name} must be at least {least}, not {show(number)}.")
     if most is not None and number > most:

@@ -109,7 +109,7 @@ def run_on_shards(
     divided = {KV: by_kv, NEW: by_kv or in_parts, Q: by_q, PARTS: in_parts}
     axes = {name: shards.heads if is_so else None for name, is_so in divided.items()} | {TOKENS: shards.context}
 
-    def named(spec: PartitionSpec) -> PartitionSpec:
+    def rename_axes(spec: PartitionSpec) -> PartitionSpec:
         return PartitionSpec(*(axes.get(name) for name in spec))
 
     leaves, structure = jax.tree.flatten(arguments)
@@ -119,8 +119,8 @@ def run_on_shards(
         leaves,
         function=function,
         structure=structure,
-        in_specs=tuple(map(named, specs)),
-        out_specs=jax.tree.map(named, out_specs, is_leaf=_is_spec),
+        in_specs=tuple(map(rename_axes, specs)),
+        out_specs=jax.tree.map(rename_axes, out_specs, is_leaf=_is_spec),
         shards=shards,
         static=tuple(static.items()),
     )
@@ -134,10 +134,10 @@ def _run(leaves, *, function, structure, in_specs, out_specs, shards, static):
 
     apart = _IndexApart(out_specs, shards.context)
 
-    def on_one(*leaves):
+    def run_shard(*leaves):
         return apart.split(function(*jax.tree.unflatten(structure, leaves), **dict(static)))
 
-    return apart.join(*map_devices(on_one, mesh, in_specs, apart.specs)(*leaves))
+    return apart.join(*map_devices(run_shard, mesh, in_specs, apart.specs)(*leaves))
 
 
 class _IndexApart:

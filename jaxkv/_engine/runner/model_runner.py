@@ -241,7 +241,7 @@ class ModelRunner:
         tokens, rest, due = numbers[:size], numbers[size:], flight.due
         if flight.verify:
             taken, rest = rest[:max_seqs], rest[max_seqs:]
-            due = [self._verified(*layer, taken[layer[1]]) for layer in due]
+            due = [self._note_accepted(*layer, taken[layer[1]]) for layer in due]
         room = [rest[i : i + 2] for i in range(0, len(rest), 2)]
         # An upper bound: it is unknown when the device finished, if it was done before this.
         seconds = (now - max(flight.began, self._idle_since)) / flight.num_tokens
@@ -267,7 +267,7 @@ class ModelRunner:
             for sequence, row, count in due
         ]  # fmt: skip
 
-    def _verified(self, sequence: Sequence, row: int, guessed: int, taken: int) -> tuple[Sequence, int, int]:
+    def _note_accepted(self, sequence: Sequence, row: int, guessed: int, taken: int) -> tuple[Sequence, int, int]:
         """Records how many of a sequence's draft tokens are accepted."""
         self.proposed, self.accepted = self.proposed + guessed, self.accepted + taken - 1
         sequence.cached, sequence.unread = sequence.cached + taken - 1, sequence.unread + taken - 1

@@ -171,11 +171,11 @@ class Ends:
         for g in groups:
             yield from ((node, g) for node in self.spare[g].values())
         passed: list[collections.Counter[int]] = [collections.Counter() for _ in self.groups]
-        for end in self._by_worth(go_first) if set(groups) & set(self.windows) else self.order.values():
+        for end in self._sort_by_worth(go_first) if set(groups) & set(self.windows) else self.order.values():
             for g in groups:
-                yield from ((node, g) for node in self._freed(end, g, passed[g]))
+                yield from ((node, g) for node in self._list_freed(end, g, passed[g]))
 
-    def _by_worth(self, go_first: Callable[[Node], bool] | None) -> Iterator[End]:
+    def _sort_by_worth(self, go_first: Callable[[Node], bool] | None) -> Iterator[End]:
         """Yields all ends, the least valuable to windows first. An end found by a lookup before counts as used later
         by one lookup per end: so prompts that come once do not evict their common prefix."""
         ends, lesser = self.order.values(), set()
@@ -187,7 +187,7 @@ class Ends:
         merged = heapq.merge(others, proven, key=lambda end: end.used + more * end.node.is_proven)
         yield from (end for end in merged if end.node.label not in lesser)
 
-    def _freed(self, end: End, group: int, passed: collections.Counter[int]) -> Iterator[Node]:
+    def _list_freed(self, end: End, group: int, passed: collections.Counter[int]) -> Iterator[Node]:
         """Yields a group's nodes that an end needs, and no other except those passed."""
         if group in self.windows:
             for node in end.windows.get(group, ()):
@@ -215,7 +215,7 @@ class Ends:
             num_ends.update(node.label for node in chain)
             assert self.can_serve(chain)[-1] or not end.windows or self._is_on_disk is not no_disk, "it can be served"
             for g, needed in end.windows.items():
-                assert needed == self._needed(chain)[g], "what it needs is noted"
+                assert needed == self._find_needed(chain)[g], "what it needs is noted"
                 for node in needed:
                     users[g].setdefault(node.label, set()).add(label)
         found = [(node.label, g) for node, g in self.least_needed(self.groups)]
@@ -227,7 +227,7 @@ class Ends:
 
     # The parts.
 
-    def _needed(self, chain: Sequence[Node]) -> dict[int, list[Node]]:
+    def _find_needed(self, chain: Sequence[Node]) -> dict[int, list[Node]]:
         if not self.windows:
             return {}
         columns = needed(self.config, len(chain))
@@ -261,7 +261,7 @@ class Ends:
         if node.label in self.order and len(self.order[node.label].windows) < len(self.windows):
             self._remove(self.order[node.label])  # it led to blocks on disk alone
         if node.label not in self.order:
-            end = self.order[node.label] = End(node, self._needed(chain), self.clock)
+            end = self.order[node.label] = End(node, self._find_needed(chain), self.clock)
             self._count(node, None, 1)
             self._note_users(end)
 
@@ -279,7 +279,7 @@ class Ends:
         if node.parent is not None:
             chain = node.chain if self.windows else [node]
             chain = chain[: int(np.flatnonzero(self.can_serve(chain))[-1])] if self.windows else chain
-        self._replace(end, chain[-1] if chain else None, self._needed(chain) if chain else {})
+        self._replace(end, chain[-1] if chain else None, self._find_needed(chain) if chain else {})
 
     def _replace(self, end: End, node: Node | None, windows: dict[int, list[Node]]) -> None:
         """Makes an earlier node the end instead, as the least recently used; unless there is none, or it is one."""

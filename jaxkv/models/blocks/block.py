@@ -75,7 +75,7 @@ class Block(nnx.Module):
     def inputs(self, x: jax.Array, positions: jax.Array) -> tuple:
         """Computes the inputs of attention and of the mixer from the residual stream."""
         with jax.named_scope("attention"):
-            x = self._normed(x, self.attention_norm)
+            x = self._norm(x, self.attention_norm)
             scaled = scale(x, self.config.attention_scales[0])
             return tuple(part.inputs(scaled if part is self.attention else x, positions) for part in self.parts)
 
@@ -102,7 +102,7 @@ class Block(nnx.Module):
             for part, y in zip(self.parts, outputs, strict=True):
                 y = part.output(y)
                 y = scale(y, self.config.attention_scales[2]) if part is self.attention else y
-                x = self._added(x, self._normed(y, self.attention_post_norm))
+                x = self._add(x, self._norm(y, self.attention_post_norm))
         return x
 
     def add_mlp(self, x: jax.Array) -> jax.Array:
@@ -110,19 +110,19 @@ class Block(nnx.Module):
         if self.mlp is None and self.experts is None:
             return x
         with jax.named_scope("mlp"):
-            y = self._normed(x, self.mlp_norm)
+            y = self._norm(x, self.mlp_norm)
             if self.mlp is not None and self.experts is not None:
-                y = self._normed(self.mlp(y), self.mlp_own_norm)
-                y = y + self._normed(self.experts(x), self.experts_own_norm)
+                y = self._norm(self.mlp(y), self.mlp_own_norm)
+                y = y + self._norm(self.experts(x), self.experts_own_norm)
             else:
                 y = self.experts(y) if self.mlp is None else self.mlp(y)  # type: ignore[misc]
-            return self._added(x, self._normed(y, self.mlp_post_norm))
+            return self._add(x, self._norm(y, self.mlp_post_norm))
 
-    def _normed(self, x: jax.Array, weight: nnx.Param | None) -> jax.Array:
+    def _norm(self, x: jax.Array, weight: nnx.Param | None) -> jax.Array:
         """Computes a norm that some families leave out: without a weight, returns x."""
         return x if weight is None else rms_norm(x, weight, self.config)
 
-    def _added(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    def _add(self, x: jax.Array, y: jax.Array) -> jax.Array:
         return x + scale(y, self.config.residual_scale)
 
 

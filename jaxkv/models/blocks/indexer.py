@@ -62,7 +62,7 @@ class Indexer(nnx.Module):
         """
         index, size = self.index, self.rope_dim
         q = project("...q,hdq->...hd", queries, self.query)
-        k = self._normed(project("...e,de->...d", x, self.key))[..., None, :]
+        k = self._norm(project("...e,de->...d", x, self.key))[..., None, :]
         rotated_q, rotated_k = self.rope(q[..., :size], k[..., :size], positions)
         if index.dim > size:
             rotated_q, rotated_k = side_by_side(rotated_q, q[..., size:]), side_by_side(rotated_k, k[..., size:])
@@ -81,7 +81,7 @@ class Indexer(nnx.Module):
         found, _ = choose_tokens(cache, layer=layer, q=q, weights=weights, top_k=self.index.top_k, step=step)
         return cache, found
 
-    def _normed(self, x: jax.Array) -> jax.Array:
+    def _norm(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         wide = wide - wide.mean(axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + NORM_EPS)

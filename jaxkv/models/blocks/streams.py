@@ -68,7 +68,7 @@ class StreamsBlock(Block):
     def output(self, x: jax.Array, outputs: tuple, own: jax.Array | None = None) -> jax.Array:
         outputs, predicted = outputs
         before = predicted[self.streams.active]
-        y = self.add_parts(before, outputs) + self._low_rank(self._normed(before, self.attention_norm))
+        y = self.add_parts(before, outputs) + self._low_rank(self._norm(before, self.attention_norm))
         y = self.add_mlp(y * jnp.asarray(2**-0.5, y.dtype))
         with jax.named_scope("streams"):
             share = project("...n,mn->...m", self._route(y), self.correct) + 1

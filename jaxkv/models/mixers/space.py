@@ -51,11 +51,11 @@ class SpaceMixer(MixerModule):
         y, gate = outputs
         dtype, gate = gate.dtype, jax.nn.silu(gate.astype(jnp.float32))
         y = y.astype(jnp.float32)
-        y = self._normed(y) * gate if self.mixer.norm == "before_gate" else self._normed(y * gate)
+        y = self._norm(y) * gate if self.mixer.norm == "before_gate" else self._norm(y * gate)
         y = project("...c,ce->...e", y.astype(dtype), self.out, self.out_bias)
         return scale(y, self.mixer.output_scale)
 
-    def _normed(self, y: jax.Array) -> jax.Array:
+    def _norm(self, y: jax.Array) -> jax.Array:
         """Returns the norm over each group, or without one y."""
         if self.norm is None:
             return y
