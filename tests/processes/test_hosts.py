@@ -7,6 +7,7 @@ import signal
 import time
 
 import host_worker
+import models_worker
 import pytest
 from nightly import NIGHTLY
 from started import ended, last_words, said, start
@@ -96,3 +97,28 @@ def test_kills_lose_no_request(tmp_path, count):
     assert said(text, "ended") == [""]
     assert_all([*found, *results(text)], told["requests"])
     assert longest < host_worker.PATIENCE + 2
+
+
+MODELS = [
+    ["qwen3_next", {"prefix_cache": True, "num_blocks": 24, "spill_bytes": 10**6}],
+    ["qwen3_next", {"draft": "ngram", "draft_tokens": 3, "num_blocks": 26}],
+    ["falcon_h1", {"swap": "always", "num_blocks": 22, "steps_per_dispatch": 3}],
+    ["kimi_linear", {"prefix_cache": True, "num_blocks": 26}],
+    ["lfm2", {"swap": "never", "num_blocks": 22}],
+    ["deepseek_v32", {"prefix_cache": True, "num_blocks": 30}],
+    ["qwen3", {"cache_dtype": "int8", "prefix_cache": True, "num_blocks": 24}],
+    ["qwen3", {"evict": ["keydiff", 0.3, "uniform", ["every", 1]], "num_blocks": 16}],
+    ["llama", {"evict": ["snapkv", 0.5, "ada", ["every", 4]], "num_blocks": 20}],
+    ["gemma3", {"evict": ["snapkv", 0.6, "uniform"], "swap": "always", "num_blocks": 20}],
+]
+
+
+def test_real_models(tmp_path):
+    """Layers that keep states, an index, eviction: tokens and counts of what was done are those of one process."""
+    file = pathlib.Path(models_worker.__file__)
+    told = [json.dumps({"count": count, "cases": MODELS}) for count in (1, 2)]
+    (alone,) = ended(start(file, tmp_path, told[0], count=1), 3000)
+    texts = ended(start(file, tmp_path, told[1], count=2, devices=1), 3000)
+    assert [said(text, "ended") for text in (alone, *texts)] == [[""]] * 3, texts
+    assert said(texts[0], "tokens") == said(alone, "tokens") and len(said(alone, "tokens")) == len(MODELS)
+    assert said(texts[0], "stats") == said(alone, "stats")

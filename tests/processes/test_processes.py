@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import worker
 from checksum_model import Checksum, Placed, continuation
+from hybrid_model import SEEN
 from nightly import NIGHTLY
 from started import ended, last_words, said, start
 
@@ -65,6 +66,9 @@ def assert_served_together(texts, folder):
     assert said(texts[0], "tokens") == [str(wanted)]
     assert said(texts[0], "cancelled") == ["cancelled"] and said(texts[0], "left") == ["True"]
     assert int(said(texts[0], "bytes")[0]) < 4096 and said(texts[0], "released") == ["True"]
+    assert said(texts[0], "updated") == ["error"] and said(texts[1], "released here") == ["True"]  # it adds NaN
+    wanted = [continuation(SEEN, prompt, 12, None) for prompt in (*worker.PROMPTS, [4] * 9 + [1])]
+    assert said(texts[0], "states") == [str(wanted)]
     (refused,) = said(texts[1], "not here")
     assert "used from process 0, and this is process 1: call engine.follow() here" in refused
     assert said(texts[1], "followed") == ["Engine(closed)"]

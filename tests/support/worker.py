@@ -9,6 +9,7 @@ import time
 import jax
 import numpy as np
 from checksum_model import Checksum, Divided, Placed, continuation
+from hybrid_model import Hybrid
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
@@ -80,6 +81,7 @@ def everything(mesh, folder, process):
     say("swapped", int(empty.lengths[row]) == 0 < host.num_tokens and tables(jaxkv.swap_in(empty, row, host)) != [])
     say("kept", jaxkv.describe(folder / "two").metadata)
     serve_together(mesh, folder, process)
+    serve_states(mesh, process)
     if process == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     after(cache, range(9, 10**6))  # until the watch ends it
@@ -93,6 +95,8 @@ def serve_together(mesh, folder, process):
             engine.submit([1], 2)
         except RuntimeError as error:
             say("not here", error)
+        say("released here", engine.follow(until_release=True))
+        engine.update(placed(Divided((None,)), np.nan)(mesh))  # and takes all steps before the first process does
         engine.follow()
         say("followed", engine)
         return
@@ -125,6 +129,24 @@ def serve_together(mesh, folder, process):
     is_released = engine.is_released
     engine.restore()
     say("released", is_released and again.result() == requests[0].tokens)
+    engine.release()
+    engine.update(placed(Divided((None,)), np.nan)(mesh))
+    engine.restore()
+    again = engine.submit(PROMPTS[0], 12)
+    list(engine.run())
+    say("updated", again.ended)
+    engine.close()
+
+
+def serve_states(mesh, process):
+    """One engine of both processes, with a layer that keeps states; a prompt begins where another ended."""
+    engine = jaxkv.Engine(placed(Hybrid())(mesh), **ENGINE | {"max_seqs": 2}, prefix_cache=True)
+    if process:
+        engine.follow()
+        return
+    for request in (requests := [engine.submit(prompt, 12) for prompt in (*PROMPTS, [4] * 9 + [1])]):
+        request.result()
+    say("states", [request.tokens for request in requests])
     engine.close()
 
 
@@ -146,9 +168,9 @@ def served(folder, process):
     time.sleep(60)  # until the watch ends it
 
 
-def placed(model):
-    """What makes a model on a mesh."""
-    return lambda mesh: Placed(put_replicated(np.zeros((), np.float32), NamedSharding(mesh, PartitionSpec())), model)
+def placed(model, added=0):
+    """What makes a model on a mesh, to whose logits a parameter is added."""
+    return lambda mesh: Placed(put_replicated(np.float32(added), NamedSharding(mesh, PartitionSpec())), model)
 
 
 def many(mesh, folder, last):
