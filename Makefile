@@ -50,7 +50,7 @@ test: $(VENV)/test.installed $(if $(EXTRAS)$(JAX)$(OTHER),,$(VENV)/compile.insta
 
 # Hours on two cores. Each file's seconds are kept beside the environment: what has passed at this commit is not run again.
 NIGHT := $(VENV)/night/$(shell git rev-parse --short HEAD 2>/dev/null)
-night: $(VENV)/test.installed $(VENV)/compile.installed
+night: $(VENV)/test.installed $(VENV)/compile.installed $(VENV)/ray.installed
 	@mkdir -p $(NIGHT); failed=; files=$$(find $(TESTS) -name 'test_*.py' | sort); \
 	for file in $$files; do \
 	  passed=$(NIGHT)/$$(echo $$file | tr / .); [ -e $$passed ] && continue; \
@@ -88,6 +88,11 @@ $(VENV)/test.installed: pyproject.toml $(PROVED) | $(VENV)
 	$(PIP) $(jax) --no-build-isolation --editable '$(call with,test)'
 	touch $@
 
+# For the night alone: it is larger than all that tests by day install.
+$(VENV)/ray.installed: $(VENV)/test.installed
+	$(PIP) $(jax) --no-build-isolation --editable '$(call with,test$(comma)ray)'
+	touch $@
+
 $(VENV)/docs.installed: pyproject.toml $(PROVED) | $(VENV)
 	$(PIP) setuptools
 	$(PIP) $(jax) --no-build-isolation --editable '$(call with,docs)'
@@ -104,7 +109,7 @@ $(VENV)/compile.installed: $(VENV)/test.installed
 # Asks pip what it would take today, chips included (their JAX names the libtpu that it wants), and installs nothing.
 # Run `make test` with what it wrote before it is committed.
 constraints: | $(VENV)
-	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --report $(VENV)/report.json $(jax) '.[test,docs,cuda13,tpu]'
+	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --report $(VENV)/report.json $(jax) '.[test,docs,ray,cuda13,tpu]'
 	@mkdir -p constraints
 	@$(BIN)/python -c "import json, sys; \
 	  found = [p['metadata'] for p in json.load(sys.stdin)['install']]; \

@@ -70,9 +70,9 @@ class Replica:
         self._serving = self.engine.serve()
         self._serving.__enter__()
 
-    def get_config(self) -> jaxkv.CacheConfig:
-        """Returns the config of its cache, from which the router computes hashes."""
-        return self.engine.config
+    def describe_prefix(self) -> tuple[jaxkv.CacheConfig, str | None]:
+        """Returns the config of its cache and the name of its model there, from which the router computes hashes."""
+        return self.engine.config, self.engine.prefix.model
 
     def stream(self, prompt: list[int], max_new_tokens: int, options: dict[str, Any]) -> Iterator[Any]:
         """Yields the tokens of a request, and at last a list: what the prefix cache has said, and nobody was told."""
@@ -108,8 +108,8 @@ class Replicas(Protocol):
     def start(self) -> Any:
         """Starts a replica, and returns a handle of it."""
 
-    def get_config(self, handle: Any) -> jaxkv.CacheConfig:
-        """Returns the config of its cache."""
+    def describe_prefix(self, handle: Any) -> tuple[jaxkv.CacheConfig, str | None]:
+        """Returns what `Replica.describe_prefix` does."""
 
     def stream(self, handle: Any, *arguments: Any) -> Iterator[Any]:
         """Yields what `Replica.stream` does."""
@@ -128,7 +128,8 @@ class Front:
         self.router = PrefixRouter()
         for _ in range(count):
             self._start()
-        self._hashes = jaxkv.PrefixCache(replicas.get_config(next(iter(self._handles.values())))).hashes
+        config, model = replicas.describe_prefix(next(iter(self._handles.values())))
+        self._prefix = jaxkv.PrefixCache(config, model=model)  # of names alone: it holds nothing
         self.replaced = 0
 
     def stream(self, prompt: list[int], max_new_tokens: int, **options: Any) -> Iterator[int]:
@@ -137,7 +138,7 @@ class Front:
         given = 0
         for attempt in itertools.count(1):
             with self._lock:
-                replica = self.router.choose(self._hashes(prompt, salt=options.get("salt")))
+                replica = self.router.choose(self.hash_blocks(prompt, **options))
                 handle = self._handles[replica]
             try:
                 for place, found in enumerate(self._replicas.stream(handle, prompt, max_new_tokens, options)):
@@ -155,6 +156,10 @@ class Front:
             finally:
                 with self._lock:
                     self.router.end(replica)
+
+    def hash_blocks(self, prompt: list[int], *, salt: Any = None, adapter: int = 0, **_: Any) -> list[str]:
+        """Returns the hashes of a prompt's blocks, as the events of replicas name them, by the options of `submit`."""
+        return self._prefix.hashes(prompt, salt=salt, adapter=str(adapter) if adapter else None)
 
     def _start(self) -> None:
         number = next(self._numbers)
@@ -182,8 +187,8 @@ class RayReplicas:
     def start(self) -> Any:
         return self._actor.remote(self._make_engine)
 
-    def get_config(self, handle: Any) -> jaxkv.CacheConfig:
-        return self._ray.get(handle.get_config.remote())
+    def describe_prefix(self, handle: Any) -> tuple[jaxkv.CacheConfig, str | None]:
+        return self._ray.get(handle.describe_prefix.remote())
 
     def stream(self, handle: Any, *arguments: Any) -> Iterator[Any]:
         return map(self._ray.get, handle.stream.options(num_returns="streaming").remote(*arguments))

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import types
 
 import pytest
 from checksum_model import LONGEST, Checksum, continuation
@@ -52,8 +53,8 @@ class LocalReplicas:
         self.made.append(example.Replica(make_engine))
         return len(self.made) - 1
 
-    def get_config(self, handle):
-        return self.made[handle].get_config()
+    def describe_prefix(self, handle):
+        return self.made[handle].describe_prefix()
 
     def stream(self, handle, prompt, *arguments):
         self.streams.append((handle, prompt))
@@ -87,7 +88,7 @@ def test_requests_go_where_their_prefix_is_known():
     replicas.dies = {0: 3}
     assert list(front.stream([*COMMON, 10], 8)) == expect([*COMMON, 10], 8)
     assert front.replaced == 1 and replicas.streams[-1][0] != 0 and len(replicas.made) == 3
-    known = front.router.count_known(2, front._hashes(COMMON))
+    known = front.router.count_known(2, front.hash_blocks(COMMON))
     assert known == (4 if replicas.streams[-1][0] == 2 else 0)  # the new one knows nothing of the old one's
     sampled = [list(front.stream([5], 8, temperature=1.0, seed=7)) for _ in range(2)]
     assert sampled[0] == sampled[1]
@@ -132,6 +133,19 @@ def test_the_router_follows_events_and_load():
     assert router.choose(hashes) == 0
 
 
+def test_hashes_are_those_of_the_replicas():
+    """Of the salt and the adapter of a request, and of the model by which files are named where there is a disk."""
+    replicas = types.SimpleNamespace(start=lambda: 0, describe_prefix=lambda handle: (make_config(), "a model"))
+    front, prefix = example.Front(replicas, 1), jaxkv.PrefixCache(make_config(), model="a model")
+    found = [
+        front.hash_blocks(COMMON, temperature=1.0, **own)
+        for own in ({}, {"salt": "me"}, {"adapter": 3}, {"salt": "me", "adapter": 3})
+    ]
+    ways = [{}, {"salt": "me"}, {"adapter": "3"}, {"salt": "me", "adapter": "3"}]
+    assert found == [prefix.hashes(COMMON, **own) for own in ways]
+    assert found[0] != jaxkv.PrefixCache(make_config()).hashes(COMMON)
+
+
 def make_config():
     return jaxkv.CacheConfig.uniform(
         num_layers=1, num_kv_heads=1, head_dim=8, max_seqs=2, max_seq_len=LONGEST, block_size=4, num_blocks=12
@@ -149,7 +163,7 @@ class CountedReplica(example.Replica):
 @skip_by_day("an actor is a process that compiles: by day the same router is tried over replicas in this one")
 def test_ray_actors_that_die_are_replaced():
     """Two actors, of which one is killed with requests on their way; all have their tokens."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: make .venv/ray.installed")
     path = os.pathsep.join([str(DOCS), *sys.path])
     ray.init(
         num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}}

@@ -7,7 +7,7 @@ from jaxkv._engine.hosts.lockstep import LockstepCores
 from jaxkv._tiers.prefix_cache.arguments import read_tokens
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 
-READ = ("config", "events", "hashes", "known", "max_pinned", "pinned", "spill_bytes", "stats")
+READ = ("config", "events", "hashes", "known", "max_pinned", "model", "pinned", "spill_bytes", "stats")
 
 
 class LockstepPrefix:

@@ -63,6 +63,7 @@ class PrefixCache:
     Attributes:
       files: its files in the folder, or None. Pass them as `disk` to another index of the process, so that both count
         towards one `disk_bytes`.
+      model: the name of the model, which the hashes of `events` follow from; an engine's has none without `disk`.
 
     Chaining block hashes is vLLM's idea (automatic prefix caching); comparing the tokens on every hit makes it safe.
     Every method takes `salt`, a str or bytes: sequences with different salts share nothing, for example those of two
@@ -105,7 +106,7 @@ class PrefixCache:
         self.config, self.max_pinned = config, real("max_pinned, a share of the blocks,", max_pinned, least=0, most=1)
         self.spill_bytes, self._hash_function = int(real("spill_bytes", spill_bytes, least=0)), hash_function
         self.files = open_disk(config, self.spill_bytes, disk, disk_bytes, model)
-        self._owner = fingerprint(config, model)
+        self.model, self._owner = model, fingerprint(config, model)
         self._index = self._empty_index()
         self._told: dict[Place, SavedBlock] = {}  # blocks that `events` has reported
         self._landing = Landing()  # successors of the pools donated to `adopt`
@@ -367,7 +368,7 @@ class PrefixCache:
         if self.files is not None:
             self.files.clear()
             self.files.rename(model)
-        self._owner = fingerprint(self.config, model)
+        self.model, self._owner = model, fingerprint(self.config, model)
         self._index = self._empty_index()
 
     def forget(self) -> None:
