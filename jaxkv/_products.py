@@ -135,7 +135,7 @@ def _sum_products(
     return product(x, weight)
 
 
-def into_heads(x: jax.Array, heads: tuple[int, ...]) -> jax.Array:
+def split_heads(x: jax.Array, heads: tuple[int, ...]) -> jax.Array:
     """Reshapes a product's `[..., I]` to `[..., *heads]`. Keeps the heads from becoming an axis of the product where a
     TPU would choose an axis order and then transpose."""
     front = x.shape[:-1]

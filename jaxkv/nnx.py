@@ -34,7 +34,7 @@ from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache
 from jaxkv._drop_in import dot_product_attention
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, token_positions
-from jaxkv._products import dot_general, into_heads, product
+from jaxkv._products import dot_general, product, split_heads
 
 __all__ = ["Attention", "CacheVariable", "MultiHeadAttention"]
 
@@ -194,7 +194,7 @@ def project(equation: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | No
         outputs = w.shape[:-count] if outputs_first else w.shape[count:]
         w = w.reshape((-1, size) if outputs_first else (size, -1))
         y = product(x.reshape(*front, size), w, outputs_first=outputs_first)
-        y = into_heads(y, outputs) if len(outputs) > 1 else y
+        y = split_heads(y, outputs) if len(outputs) > 1 else y
     if bias is None:
         return y
     return y + jnp.expand_dims(bias[...].astype(x.dtype), tuple(range(y.ndim - bias.ndim)))

@@ -14,7 +14,7 @@ import jaxkv
 import jaxkv.linen
 import jaxkv.nnx
 from jaxkv import _products
-from jaxkv._products import FEW, SUMMED, dot_general, grouped_product, into_heads, product, product_by_heads
+from jaxkv._products import FEW, SUMMED, dot_general, grouped_product, product, product_by_heads, split_heads
 from pallas_kernels.xla.row_product import can_sum, multiply_rows
 
 OUTPUTS, INPUTS = 48, 40
@@ -270,7 +270,7 @@ def test_other_platforms_have_their_ragged_product(platform):
 )
 def test_where_heads_wait_for_their_product_on_a_tpu(num_tokens, head_dim, waits):
     x = jnp.ones((num_tokens, 2 * head_dim))
-    traced = jax.jit(lambda x: into_heads(x, (2, head_dim))).trace(x)
+    traced = jax.jit(lambda x: split_heads(x, (2, head_dim))).trace(x)
     for platform, there in (("tpu", waits), ("cpu", False)):
         assert ("optimization_barrier" in traced.lower(lowering_platforms=(platform,)).as_text()) == there
-    np.testing.assert_array_equal(into_heads(x, (2, head_dim)), x.reshape(num_tokens, 2, head_dim))
+    np.testing.assert_array_equal(split_heads(x, (2, head_dim)), x.reshape(num_tokens, 2, head_dim))

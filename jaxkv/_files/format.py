@@ -81,7 +81,7 @@ def write_saved(
       shapes: shape of each tensor by name, in the order of the file.
       tensors: the tensors in that order; each is written before the next is asked for.
     """
-    fields = described(saved, SNAPSHOTS in shapes)
+    fields = render_header(saved, SNAPSHOTS in shapes)
     specs = {name: (_dtype(saved.config, name), shape) for name, shape in shapes.items()}
     specs[CHECKSUMS] = (np.dtype(np.uint32), (len(shapes) + 1,))
     header = safetensors.header(specs, fields)
@@ -100,7 +100,7 @@ def write_saved(
         file.write(np.array(checksums, "<u4").tobytes())
 
 
-def described(saved: SavedCache, has_snapshots: bool = False) -> dict[str, str]:
+def render_header(saved: SavedCache, has_snapshots: bool = False) -> dict[str, str]:
     """Returns the header's fields for a saved cache. Raises ValueError for metadata that JSON cannot hold."""
     version = WITHOUT_SNAPSHOTS if saved.config.recurrent_layers else WITHOUT_STATES
     version = WITHOUT_INDEX if has_snapshots else version

@@ -173,7 +173,7 @@ def _part(path: pathlib.Path, token: str, process: int) -> pathlib.Path:
 
 
 def _write_manifest(path: pathlib.Path, saved: SavedCache, parts: dict[str, list[int]], count: int) -> None:
-    fields = one_file.described(saved) | {"format": FORMAT, "version": VERSION}
+    fields = one_file.render_header(saved) | {"format": FORMAT, "version": VERSION}
     fields |= {"parts": json.dumps(parts), "shards": str(count)}
     header = safetensors.header({CHECKSUMS: (np.dtype(np.uint32), (1,))}, fields)
     safetensors.write(path, {CHECKSUMS: np.array([zlib.crc32(header)], np.uint32)}, fields)

@@ -98,7 +98,7 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
         granted, taken, needs = grant_shared_rows(cache.tables, entries, held, parts, granted)
     refused, wanted = ~granted, jnp.where(sensible | too_long, lengths, -1)
 
-    def of_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+    def map_to_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
         """Maps values of the host's rows to rows of the cache."""
         return scatter_rows(jnp.zeros(config.max_seqs, x.dtype), jnp.where(rows, dst, config.max_seqs), x)
 
@@ -118,9 +118,9 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
             group_tables, block = take_shared_blocks(group_tables, taken[group], parts[group])
             group_tables = put_entries(group_tables, e, line, jnp.where(taken[group], block, held[group]), taken[group])
             targets.append(block)
-        needed = jnp.stack([of_rows(jnp.where(too_long, TOO_LONG, need), refused) for need in needs[group]])
+        needed = jnp.stack([map_to_rows(jnp.where(too_long, TOO_LONG, need), refused) for need in needs[group]])
         needed = needed[0] if group_tables.parts == 1 else needed
-        group_tables = mark_failed(group_tables, of_rows(refused, refused), of_rows(wanted, refused), needed)
+        group_tables = mark_failed(group_tables, map_to_rows(refused, refused), map_to_rows(wanted, refused), needed)
         seen = jnp.tile(lengths, heads)
         kept = seen if left[group] is None else left[group]
         group_tables = dataclasses.replace(

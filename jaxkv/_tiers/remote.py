@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.config.validation import real, show
-from jaxkv._files.format import described, parse_saved
+from jaxkv._files.format import parse_saved, render_header
 from jaxkv._files.load_rows import put_saved
 from jaxkv._files.save_rows import read_rows
 
@@ -72,7 +72,7 @@ def offer(cache: Cache, rows: np.ndarray, to: str) -> None:
 def offer_rows(cache: Cache, rows: np.ndarray, key: str, *, timeout: float | None = None) -> None:
     """Offers rows to whoever asks for `key` first, by `pull_rows`, for so many seconds; None: for ever."""
     saved, tensors = read_rows(cache, rows)
-    told = {"fields": described(saved), "tensors": [[n, x.dtype.name, list(x.shape)] for n, x in tensors.items()]}
+    told = {"fields": render_header(saved), "tensors": [[n, x.dtype.name, list(x.shape)] for n, x in tensors.items()]}
     header = np.frombuffer(json.dumps(told).encode(), np.uint8)
     transfer_address()
     parts = [[np.array([len(header)], np.int32)], [header], [x for x in tensors.values() if x.size]]

@@ -122,7 +122,7 @@ def _put_beside(to: Cache, target: np.ndarray, host: HostBlocks) -> Cache:
     return result
 
 
-def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
+def lift_row(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
     """Sends a row to the devices of another cache of the same config, as `HostBlocks` for `swap_in`.
 
     Does not wait for either device: in layers that do not evict, the contents of the row follow from `num_tokens`.

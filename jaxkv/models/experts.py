@@ -57,7 +57,7 @@ class Experts(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         mesh = mesh_of_weights(self.up[...])
         if mesh is None or self.config.mlp_dim % mesh.shape[AXIS]:
-            y, is_complete = self.mixed(tokens), self.shared is None
+            y, is_complete = self._mix(tokens), self.shared is None
         else:
             y, is_complete = self._mix_on_devices(tokens, mesh), self.shared is None or self._divides_shared(mesh)
         y = y.astype(x.dtype).reshape(x.shape)
@@ -69,7 +69,7 @@ class Experts(nnx.Module):
         y = self.shared(x)
         return y if self.shared_gate is None else y * jax.nn.sigmoid(project("...e,fe->...f", x, self.shared_gate))
 
-    def mixed(self, tokens: jax.Array, bias: Any = True) -> jax.Array:
+    def _mix(self, tokens: jax.Array, bias: Any = True) -> jax.Array:
         """Computes the weighted sum of the chosen experts, `[N, M]` to `f32[N, M]`. On a device with a shard of the
         experts' widths, the device's term of the sum; `bias` tells whether this device adds the output biases."""
         chosen, weights = self.route(tokens)  # [N, k]
@@ -107,7 +107,7 @@ class Experts(nnx.Module):
         return shared is not None and shared.down_bias is None and self.config.shared_dim % mesh.shape[AXIS] == 0
 
     def _mix_on_devices(self, tokens: jax.Array, mesh: AbstractMesh) -> jax.Array:
-        """Computes `mixed` on each device with its shard of every expert's width, then one sum over devices. Without
+        """Computes `_mix` on each device with its shard of every expert's width, then one sum over devices. Without
         this the compiler would gather the experts."""
         graph, state = nnx.split(self, nnx.Param)
         flat = nnx.to_flat_state(state)
@@ -117,7 +117,7 @@ class Experts(nnx.Module):
         def mix_shard(tokens: jax.Array, *params: jax.Array) -> jax.Array:
             own = [(path, nnx.Param(x)) for path, x in zip(paths, params, strict=True)]
             experts = nnx.merge(graph, nnx.from_flat_state(own))
-            y = experts.mixed(tokens, bias=jax.lax.axis_index(AXIS) == 0)
+            y = experts._mix(tokens, bias=jax.lax.axis_index(AXIS) == 0)
             if experts.shared is not None and self._divides_shared(mesh):
                 y += experts._gated_shared(tokens).astype(jnp.float32)
             return jax.lax.psum(y, AXIS)

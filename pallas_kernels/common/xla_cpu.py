@@ -16,7 +16,7 @@ def side_by_side(left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.where(is_left, jnp.pad(left, [*front, (0, behind)]), jnp.pad(right, [*front, (before, 0)]))
 
 
-def paired(first: jax.Array, second: jax.Array, axis: int) -> jax.Array:
+def stack_pair(first: jax.Array, second: jax.Array, axis: int) -> jax.Array:
     """Computes `jnp.stack([first, second], axis)`, for a negative axis."""
     first, second = (jnp.expand_dims(x, axis) for x in (first, second))
     number = jnp.arange(2).reshape(2, *(1,) * (-1 - axis))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.common.ragged_layout import locate
-from pallas_kernels.common.xla_cpu import paired
+from pallas_kernels.common.xla_cpu import stack_pair
 from pallas_kernels.xla import work_list as tiles
 from pallas_kernels.xla.attention import paged_attention
 
@@ -14,7 +14,7 @@ def write_kv(k, v, stored: StoredKV, batch: PagedBatch) -> StoredKV:
     """Stores what [`pallas_kernels.write_kv`][] does, by one in-place scatter, and one more of scales."""
     kv, format = stored.kv, stored.format
     block, offset = find_places(k.shape[:-2], batch, kv)
-    tokens = k[..., None, :, :] if v is None else paired(k, v, -3)
+    tokens = k[..., None, :, :] if v is None else stack_pair(k, v, -3)
     tokens = tokens.reshape(block.shape[0], kv.shape[1], *k.shape[-2:])
 
     def put(pool: jax.Array, values: jax.Array, *minor: slice) -> jax.Array:

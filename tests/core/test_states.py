@@ -27,7 +27,7 @@ from state_trial import (
 )
 
 import jaxkv
-from jaxkv._files.format import SavedCache, described
+from jaxkv._files.format import SavedCache, render_header
 from jaxkv.testing import assert_no_copy
 
 
@@ -280,7 +280,9 @@ def test_a_file_of_other_states_is_refused(tmp_path):
     assert jaxkv.describe(path).config == make_config()
     plain = make_config(ATTENTION)
     versions = [
-        described(SavedCache(config=c, lengths=(), model=None, metadata={}, block_size=4, groups=c.groups))["version"]
+        render_header(SavedCache(config=c, lengths=(), model=None, metadata={}, block_size=4, groups=c.groups))[
+            "version"
+        ]
         for c in (make_config(), plain)
     ]
     assert versions == ["5", "4"]  # older readers go on reading what they know

@@ -151,9 +151,9 @@ MUTANTS = {
     "a pin is of whole chains": (
         "test_a_pin_is_of_what_a_match_needs",
         Plant(
-            "PrefixIndex.needed",
-            "[[chain[i] for i in columns.tolist()] for columns in needed(self.config, len(chain))]",
-            "[list(chain) for columns in needed(self.config, len(chain))]",
+            "PrefixIndex.find_needed",
+            "[[chain[i] for i in columns.tolist()] for columns in find_needed(self.config, len(chain))]",
+            "[list(chain) for columns in find_needed(self.config, len(chain))]",
         ),
     ),
     "files of windows that are left behind stay": (

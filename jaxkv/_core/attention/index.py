@@ -68,7 +68,7 @@ def write_index[C: (Cache, Layer)](
 def _store(layer: Layer, step: Step | None, index_k: jax.Array, *, implementation: str | None) -> Pool:
     call, _ = adapt(make_call(layer, step, k=index_k[..., None, :]), ADAPTERS)
     assert call.k is not None
-    layer, stored = call.layer, _stored(call.layer)
+    layer, stored = call.layer, _find_index(call.layer)
     runs, lengths = find_block_runs(layer.pool), layer.tables.lengths
     stripe = None if runs is None else runs.stripe
     if not stored.format.is_quantized:
@@ -129,14 +129,14 @@ def _choose(layer: Layer, step: Step | None, queries: jax.Array, *, top_k: int) 
     call, undo = adapt(make_call(layer, step, q=queries), ADAPTERS)
     layer = call.layer
     assert call.q is not None
-    runs, stored = find_block_runs(layer.pool), _stored(layer)
+    runs, stored = find_block_runs(layer.pool), _find_index(layer)
     stored = stored._replace(keys=jax.lax.stop_gradient(stored.keys))
     stripe = None if runs is None else runs.stripe
     batch = PagedBatch(layer.blocks, layer.tables.lengths, call.query_lens, call.query_starts, stripe)
     mask = MaskSpec(**layer.layer_config.retention.mask_options(layer.number, {}))
     best = select_tokens(call.q[..., :-1], call.q[..., -1], stored, batch, mask, top_k)
     if runs is not None:
-        score, position = (runs.gathered(x, x.ndim - 1) for x in best)
+        score, position = (runs.gather(x, x.ndim - 1) for x in best)
         best = _best_of_all(score, position, top_k)
     position, score = undo(Output(best.position + 1, best.score))  # padding becomes 0 and -inf
     return position - 1, score
@@ -148,7 +148,7 @@ def _best_of_all(score: jax.Array, position: jax.Array, top_k: int) -> Best:
     return Best(-lowest[..., :top_k], position[..., :top_k])
 
 
-def _stored(layer: Layer) -> StoredIndex:
+def _find_index(layer: Layer) -> StoredIndex:
     index = layer.pool.index
     assert index is not None
     return StoredIndex(index.keys, index.scale, layer.config.index_kind(layer.number))

@@ -154,7 +154,7 @@ class ReplicatedHeads(NamedTuple):
         return call.map_options(BY_HEAD, lambda x: self.heads.spread(x, -1))
 
     def outputs(self, output: Output) -> Output:
-        return output.map(lambda x: self.heads.gathered(x, -2), lambda x: self.heads.gathered(x, -1))
+        return output.map(lambda x: self.heads.gather(x, -2), lambda x: self.heads.gather(x, -1))
 
 
 class HeadRows(NamedTuple):
@@ -199,7 +199,7 @@ class ContextShards(NamedTuple):
     def outputs(self, output: Output) -> Output:
         out, lse = output
         assert lse is not None
-        both = self.runs.gathered(jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1), 0, tiled=False)
+        both = self.runs.gather(jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1), 0, tiled=False)
         whole, lse = pallas_kernels.merge_attention(both[..., :-1], both[..., -1])
         if self.sinks is not None:  # no device's run holds the sink
             with_sink = jnp.logaddexp(lse, jnp.broadcast_to(self.sinks.astype(jnp.float32), lse.shape))

@@ -49,7 +49,7 @@ def dense(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheCon
 
     def read(at: Any) -> jax.Array:
         found = decode_kv(jax.tree.map(lambda x: x[at], pool.tokens), config, layer)
-        return found if runs is None else runs.gathered(found, found.ndim - 2)
+        return found if runs is None else runs.gather(found, found.ndim - 2)
 
     if config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
         kv = read(slice(1, None))

@@ -107,11 +107,13 @@ class Groups:
         if self.contiguous:  # no blocks are ever freed
             return (tuple(stored),)
 
-        def kept(i: int) -> tuple[Full, int | None]:  # a layer that evicts forms its own group
+        def retention_key(i: int) -> tuple[Full, int | None]:  # a layer that evicts forms its own group
             retention = self.layers[i].retention
             return retention, None if retention.evict is None else i
 
-        return tuple(tuple(i for i in stored if kept(i) == kind) for kind in dict.fromkeys(map(kept, stored)))
+        return tuple(
+            tuple(i for i in stored if retention_key(i) == kind) for kind in dict.fromkeys(map(retention_key, stored))
+        )
 
     @functools.cached_property
     def retentions(self) -> tuple[Full, ...]:

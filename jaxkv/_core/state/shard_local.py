@@ -32,7 +32,7 @@ class BlockRuns(NamedTuple):
         """Shares an array that one device has, and that is 0 on the others."""
         return _sum(x, self.axis)
 
-    def gathered(self, x: jax.Array, axis: int, tiled: bool = True) -> jax.Array:
+    def gather(self, x: jax.Array, axis: int, tiled: bool = True) -> jax.Array:
         """Gathers all devices' arrays along an axis, or along a new one."""
         x = jax.lax.all_gather(x, self.axis, axis=axis, tiled=tiled)
         # All devices have the same, but `check_vma` in a caller's `shard_map` cannot know that.
@@ -124,7 +124,7 @@ class LocalHeads(NamedTuple):
         x = jnp.where(at.reshape(*(1,) * (x.ndim - at.ndim), *at.shape), x, jnp.zeros((), x.dtype))
         return x.reshape(*x.shape[: axis - 1], -1, *x.shape[x.ndim + axis + 1 :])
 
-    def gathered(self, x: jax.Array, axis: int) -> jax.Array:
+    def gather(self, x: jax.Array, axis: int) -> jax.Array:
         """Inverts `spread`."""
         end = x.ndim + axis
         x = x.reshape(*x.shape[:end], self.num_kv_heads, -1, *x.shape[end + 1 :])

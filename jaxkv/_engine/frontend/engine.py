@@ -40,7 +40,7 @@ from jaxkv._engine.requests.waiting import collect_tokens, raise_refusal
 from jaxkv._engine.runner.disaggregated_prefill import check_prefill
 from jaxkv._engine.runner.model_runner import count_likeliest
 from jaxkv._engine.runner.swap_policy import Swap
-from jaxkv._tiers.prefix_cache.data_parallel import as_one
+from jaxkv._tiers.prefix_cache.data_parallel import join_prefixes
 
 
 class Engine(Closable, Servable, Resumable, Updatable):
@@ -210,7 +210,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
             outer_args = HookArgs()
             self._loop = LockstepCores(self._loop, self._loops, processes, said, hook_args, outer_args)
             self._turn.refuse = self._loop.refuse_follower
-        self.prefix = share_prefix(self._loop, as_one([loop.residents.prefix for loop in self._loops]))
+        self.prefix = share_prefix(self._loop, join_prefixes([loop.residents.prefix for loop in self._loops]))
         first = self._loops[0]  # all of them have the same options
         self._residents, self._pipeline, self._prefill = first.residents, first.pipeline, first.prefill
         self._remember_given(model)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxkv._core.state.sharding import share
 from jaxkv._engine.programs.model import ADAPTERS, takes
 from jaxkv._engine.programs.program_cache import share_programs
-from jaxkv._engine.programs.step_rows import ADAPTER, Asked, Hook, hooked, rows_so_far
+from jaxkv._engine.programs.step_rows import ADAPTER, Asked, Hook, apply_hook, rows_so_far
 from jaxkv._engine.requests.hook_args import Form
 from jaxkv._engine.requests.sampling import Kind, choose
 
@@ -30,7 +30,7 @@ def recompute_program(model: Any, hook: Hook | None, width: int, place: NamedSha
         if hook is not None:
             padded = jnp.pad(tokens, (0, max(0, width - count)))[:width]
             known = jnp.broadcast_to(padded[None], (count, padded.shape[0]))
-            logits = hooked(hook, logits, rows_so_far(known, lengths, asked))
+            logits = apply_hook(hook, logits, rows_so_far(known, lengths, asked))
         return share(choose(kind, logits, asked.sampling, lengths), place)
 
     return jax.jit(program, static_argnames=("kind", "form"))

@@ -125,7 +125,7 @@ def rows_so_far(tokens: jax.Array, lengths: jax.Array, asked: Asked) -> StepRows
     return StepRows(jnp.where(known, tokens, MOST_INDEX), lengths, asked.sampling.numbers, *asked[1:])
 
 
-def hooked(hook: Hook, logits: jax.Array, rows: StepRows) -> jax.Array:
+def apply_hook(hook: Hook, logits: jax.Array, rows: StepRows) -> jax.Array:
     """Applies a hook to logits. Raises ValueError if the result is no logits."""
     wanted = hook(logits, rows)
     if getattr(wanted, "shape", None) != logits.shape:
@@ -165,6 +165,6 @@ class TokenChoice(NamedTuple):
         wanted = logits
         if self.hook is not None:
             assert tokens is not None
-            wanted = hooked(self.hook, logits, rows_so_far(tokens, lengths, asked))
+            wanted = apply_hook(self.hook, logits, rows_so_far(tokens, lengths, asked))
         chosen = choose(self.kind, wanted, asked.sampling, lengths)
         return chosen, likeliest(logits, chosen, self.num_likeliest) if self.num_likeliest else None

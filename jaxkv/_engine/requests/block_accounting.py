@@ -20,7 +20,7 @@ class Holdings:
 
     def held(self, prompt: int, cached: int) -> list[int]:
         """Returns an upper bound on the blocks of a row with `cached` tokens and a prompt of `prompt`."""
-        return [self.at_rest(g, cached) for g in self.groups]
+        return [self.count_between_steps(g, cached) for g in self.groups]
 
     def taken(self, prompt: int, cached: int, count: int) -> list[int]:
         """Returns the blocks that `count` more tokens take, with no eviction in between."""
@@ -51,7 +51,7 @@ class Holdings:
             found.append(min(at_most, all_ - shared))
         return found
 
-    def at_rest(self, group: int, length: int) -> int:
+    def count_between_steps(self, group: int, length: int) -> int:
         """Returns the blocks of a row of `length` tokens between steps, without eviction."""
         leading, first = self.config.retained_blocks(group, length)
         return -(-length // self.size) - int(first - leading)
@@ -121,7 +121,7 @@ class ThinnedHoldings(Holdings):
     def _blocks(self, group: int, table: list[int] | None, point: int, length: int) -> int:
         """Returns the blocks of a row of `length` tokens that last evicted after `point`."""
         if table is None:
-            return self.at_rest(group, length)
+            return self.count_between_steps(group, length)
         heads, size, parts = self.config.group_heads[group], self.size, self.parts[group]
         tokens = min(point, table[point]) + length - point
         if self.eviction.budget == "ada" and point:  # heads may have any shares of them, each with a block partly used

@@ -115,7 +115,7 @@ class CacheManager:
     def _warm_states(self, states: Any) -> None:
         self.call(self._put_states, np.array([self.config.max_seqs], np.int32), states)  # no such row: ignored
 
-    def computed(self, room: Measured, at: Mark, seconds_per_token: float | None) -> None:
+    def note_computed(self, room: Measured, at: Mark, seconds_per_token: float | None) -> None:
         """Records a computed step: the room it left, and its speed unless it was compiled meanwhile."""
         # With a prefix cache, blocks that leave windows are first offered to it: there is more room than that.
         leaves = self.prefix is not None and self.config.has_windows

@@ -18,7 +18,7 @@ from jaxkv._engine.requests.scheduler import Scheduler, Sequence, Unsure
 from jaxkv._engine.runner.cache_manager import CacheManager
 from jaxkv._engine.runner.model_runner import ModelRunner
 from jaxkv._tiers.host_blocks import HostBlocks
-from jaxkv._tiers.send import lifted
+from jaxkv._tiers.send import lift_row
 
 MOST_FLIGHTS = 2  # in-flight steps: one that runs, and one that waits for it
 
@@ -230,7 +230,7 @@ class Prefill:
         """Sends a sequence's blocks to the decode devices and frees its row."""
         own = self._own.pop(sequence)
         assert own.row is not None
-        blocks = lifted(self.residents.cache, own.row, own.cached, to=self.target.cache)
+        blocks = lift_row(self.residents.cache, own.row, own.cached, to=self.target.cache)
         self.residents.retire(own)
         self.sent += 1
         return blocks

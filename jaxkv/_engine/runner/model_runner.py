@@ -246,7 +246,7 @@ class ModelRunner:
         # An upper bound: it is unknown when the device finished, if it was done before this.
         seconds = (now - max(flight.began, self._idle_since)) / flight.num_tokens
         self._idle_since = now if has_waited else 0.0
-        self.residents.computed(room, flight.mark, None if flight.is_first else seconds)
+        self.residents.note_computed(room, flight.mark, None if flight.is_first else seconds)
         if min(tokens) < 0:  # the scheduler counts blocks as the cache does: this would be a bug
             check(self.residents.cache)
         likely: Any = flight.result.likeliest and [

@@ -29,7 +29,7 @@ class PrefixShards:
             shard.flush(own)
 
 
-def as_one(shards: list[PrefixCache | None]) -> Any:
+def join_prefixes(shards: list[PrefixCache | None]) -> Any:
     """Returns the only shard, or all of them, or None."""
     found = [shard for shard in shards if shard is not None]
     return PrefixShards(found) if len(found) > 1 else next(iter(found), None)

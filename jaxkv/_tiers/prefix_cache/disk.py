@@ -11,7 +11,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import show
 from jaxkv._core.state.state import NULL_BLOCK
 from jaxkv._files.blocks import BlockFiles, SavedBlock
-from jaxkv._tiers.prefix_cache.ends import can_serve, needed
+from jaxkv._tiers.prefix_cache.ends import can_serve, find_needed
 from jaxkv._tiers.prefix_cache.index import PrefixIndex, digest_of
 from jaxkv._tiers.prefix_cache.node import Node
 from jaxkv._tiers.prefix_cache.retained_blocks import read_contents
@@ -86,7 +86,7 @@ def recall(index: PrefixIndex, root: Node, tokens: Sequence[int]) -> tuple[list[
 
     found: dict[tuple[int, int], Any] = {}  # by group and place in the chain
     while count := next(filter(is_end, np.flatnonzero(_can_recall(index, there, on_disk, room))[::-1].tolist())):
-        columns = needed(index.config, count)
+        columns = find_needed(index.config, count)
         wanted = [(g, i) for g, n in enumerate(columns) for i in n[on_disk[g][n]].tolist()]
         for g, i in wanted:
             if (g, i) not in found and (contents := disk.read(chain[i].block(g))) is not None:

@@ -230,7 +230,7 @@ class Ends:
     def _find_needed(self, chain: Sequence[Node]) -> dict[int, list[Node]]:
         if not self.windows:
             return {}
-        columns = needed(self.config, len(chain))
+        columns = find_needed(self.config, len(chain))
         return {g: [chain[i] for i in columns[g][::-1].tolist()] for g in self.windows}
 
     def _needed_after(self, end: End, node: Node) -> dict[int, list[Node]] | None:
@@ -335,7 +335,7 @@ def can_serve(config: CacheConfig, present: Sequence[np.ndarray]) -> np.ndarray:
     return found
 
 
-def needed(config: CacheConfig, count: int) -> list[np.ndarray]:
+def find_needed(config: CacheConfig, count: int) -> list[np.ndarray]:
     """Returns, for each group, which of `count` blocks the next token sees: leading ones that stay, and the last."""
     length = count * config.block_size
     kept = (config.retained_blocks(group, length) for group in range(len(config.groups)))

@@ -22,7 +22,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.interrupts import Soundness
 from jaxkv._core.state.state import NULL_BLOCK
 from jaxkv._files.blocks import BlockFiles
-from jaxkv._tiers.prefix_cache.ends import Ends, can_serve, needed, no_disk
+from jaxkv._tiers.prefix_cache.ends import Ends, can_serve, find_needed, no_disk
 from jaxkv._tiers.prefix_cache.node import Node
 from jaxkv._tiers.prefix_cache.snapshots import Snapshots
 
@@ -248,14 +248,14 @@ class PrefixIndex:
         if self._pinned[0] is not (pins := self.pins):
             nodes: list[set[Node]] = [set() for _ in self.kept]
             for end in pins:
-                for group, own in enumerate(self.needed(end.chain)):
+                for group, own in enumerate(self.find_needed(end.chain)):
                     nodes[group].update(own)
             self._pinned = (pins, nodes)
         return self._pinned[1]
 
-    def needed(self, chain: Sequence[Node]) -> list[list[Node]]:
+    def find_needed(self, chain: Sequence[Node]) -> list[list[Node]]:
         """Returns, for each group, the nodes whose blocks a row needs to go on after a chain."""
-        return [[chain[i] for i in columns.tolist()] for columns in needed(self.config, len(chain))]
+        return [[chain[i] for i in columns.tolist()] for columns in find_needed(self.config, len(chain))]
 
     def mend(self) -> None:
         """Repairs interrupted updates: recomputes the state derived from the nodes and the labels."""
@@ -326,7 +326,10 @@ class PrefixIndex:
         if (excess := self.host_bytes - self.spill_bytes) <= 0:
             return
         chain = chain if after is None else [*after.chain, *chain]
-        dropped, spared = [], [pinned.union(own) for pinned, own in zip(self.pinned, self.needed(chain), strict=True)]
+        dropped, spared = (
+            [],
+            [pinned.union(own) for pinned, own in zip(self.pinned, self.find_needed(chain), strict=True)],
+        )
         for node, group in self.ends.least_needed(range(len(self.kept))):
             if node.host[group] is not None and node not in spared[group]:
                 dropped.append((node, group, self.ends.is_needed(node, group)))

@@ -20,7 +20,7 @@ from jaxkv._files.blocks import BlockFiles, SavedBlock, fingerprint
 from jaxkv._tiers.prefix_cache.arguments import read_identity, read_tokens
 from jaxkv._tiers.prefix_cache.disk import flush, open_disk, recall
 from jaxkv._tiers.prefix_cache.donation_guard import Landing
-from jaxkv._tiers.prefix_cache.ends import needed
+from jaxkv._tiers.prefix_cache.ends import find_needed
 from jaxkv._tiers.prefix_cache.events import Place, PrefixEvent, differences, holdings
 from jaxkv._tiers.prefix_cache.index import PrefixIndex, digest_of
 from jaxkv._tiers.prefix_cache.match import Match
@@ -201,7 +201,7 @@ class PrefixCache:
                 "Blocks of this match have been evicted since, or are not in this cache: match the prompt again, and "
                 "adopt into the cache that the last call returned."
             )
-        columns = needed(self.config, len(chain))
+        columns = find_needed(self.config, len(chain))
         change.restore(chain, columns, self._landing.put if donate else put)
         change.attach(row, chain, columns)
         saved = {} if match.is_repeat else {"hits": 1, "tokens_saved": match.num_tokens}
@@ -329,7 +329,7 @@ class PrefixCache:
         """
         tokens, root = read_tokens(tokens), self._root(salt, adapter)
         chain, index = self._index.walk(root, tokens), self._index
-        for group, (own, num_blocks) in enumerate(zip(index.needed(chain), self.config.group_blocks, strict=True)):
+        for group, (own, num_blocks) in enumerate(zip(index.find_needed(chain), self.config.group_blocks, strict=True)):
             pinned = sum(1 for node in index.pinned[group].union(own) if node.blocks[group])
             if pinned > (limit := int(self.max_pinned * num_blocks)):
                 raise ValueError(
