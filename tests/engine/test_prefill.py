@@ -145,7 +145,7 @@ def test_a_failure_on_the_way_loses_nothing(monkeypatch):
         requests = [(engine().submit(*one), *one) for one in some(draw, 6)]
         with monkeypatch.context() as patch:
             if name == "_hand_over":  # in a function that is bound before
-                patch.setattr("jaxkv._engine.runner.disaggregated_prefill.lifted", failing(None, 0))
+                patch.setattr("jaxkv._engine.runner.disaggregated_prefill.lift_row", failing(None, 0))
             else:
                 patch.setattr(where, name, failing(getattr(where, name), 3))
             with pytest.raises(RuntimeError, match="the way is broken"):
