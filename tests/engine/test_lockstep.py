@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checksum_model import VOCAB, Checksum, Placed, continuation
+from checksum_model import VOCAB, Checksum, Divided, Placed, continuation
+from host_worker import list_moves
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
 from jaxkv._core.state.interrupts import hold_back_interrupts
@@ -338,6 +340,20 @@ def test_a_checkpoint_goes_on_in_one_process_and_back(pair, store, tmp_path):
     again.close()
     thread.join(20)
     assert not errors and other.tokens == again.tokens
+
+
+def test_a_step_has_no_collective_that_it_has_not_in_one_process(monkeypatch):
+    """Messages go beside the devices. Programs of several processes differ in that what hosts read is whole."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ["model"])
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def compile_step():
+        model = Placed(jax.device_put(jnp.zeros(()), place), Divided((None,)))
+        return list_moves(jaxkv.Engine(model, **SIZES))
+
+    alone = compile_step()
+    monkeypatch.setattr("jaxkv._engine.runner.device_cache.find_shared_placement", lambda mesh: place)
+    assert compile_step() == alone and alone
 
 
 def test_messages_are_read_in_order_and_forgotten(store, make_as_process):

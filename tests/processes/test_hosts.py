@@ -79,6 +79,7 @@ def test_kills_lose_no_request(tmp_path, count):
         processes = run(tmp_path, count, **told)
         first = "known" if kills % 4 == 0 else "saved"
         while not said(processes[0].text, first):
+            assert [process.poll() for process in processes] == [None] * count, ended(processes)
             time.sleep(0.05)
         time.sleep(draw.uniform(0, 2 if first == "known" else 4))
         victim = kills % count

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxkv
 import jaxkv.distributed
 from jaxkv._core.state.multihost import put_replicated
+from jaxkv._engine.programs.step_rows import StepVariant
 
 WINDOWS, PATIENCE = (None, 7), 6
 MOVES = r" = .*? ((?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute))(?:-start)?\("
@@ -97,9 +98,8 @@ def list_moves(engine):
     pipeline, residents = engine._loops[0].pipeline, engine._loops[0].residents
     rows = pipeline._rows(None)
     program = pipeline._program.lower(
-        residents.device.leaves, pipeline.leaves, pipeline._memory, rows, None, None, kind="greedy", count=0, steps=1,
-        verify=0, form=None,
-    )  # fmt: skip
+        residents.device.leaves, pipeline.leaves, pipeline._memory, rows, None, None, variant=StepVariant("greedy", 0)
+    )
     return sorted(re.findall(MOVES, program.compile().as_text()))
 
 
