@@ -223,7 +223,7 @@ _grouped_product.defvjp(_forward, _backward)
 @jax.jit  # traced once for all layers
 def _group_by_group(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     """Computes a few tokens of one group at a time, in order: later groups overwrite writes past a group's end."""
-    (num_tokens, size), (groups, _, outputs) = x.shape, weights.shape
+    num_tokens, (groups, _, outputs) = x.shape[0], weights.shape
     least, most = GROUP_TOKENS
     together = min(max(least, 1 << (-(-num_tokens // groups) - 1).bit_length()), most)  # a group's share, or more
     turns = -(-sizes // together)
@@ -233,8 +233,8 @@ def _group_by_group(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.A
     def turn(i: jax.Array, y: jax.Array) -> jax.Array:
         group = jnp.searchsorted(turn_ends, i, side="right", method="compare_all")
         start = ends[group] - sizes[group] + together * (i - turn_ends[group] + turns[group])
-        tokens = jax.lax.dynamic_slice(x, (start, 0), (together, size))
-        return jax.lax.dynamic_update_slice(y, tokens @ weights[group], (start, 0))
+        tokens = jax.lax.dynamic_slice_in_dim(x, start, together)
+        return jax.lax.dynamic_update_slice_in_dim(y, tokens @ weights[group], start, axis=0)
 
     nothing = jnp.zeros((num_tokens + together, outputs), x.dtype) + zero_for(x, weights, sizes).astype(x.dtype)
     return jax.lax.fori_loop(0, turn_ends[-1], turn, nothing)[:num_tokens]

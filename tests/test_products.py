@@ -226,6 +226,13 @@ def test_groups_meet_their_own_weights(sizes, dtype):
     assert y.dtype == dtype
 
 
+def test_groups_where_integers_have_64_bits():
+    x, weights, counts = make_groups([2, 1, 0])
+    wanted = grouped_product(x, weights, counts)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(grouped_product(x, weights, counts), wanted)
+
+
 def test_weights_of_empty_groups_are_not_read():
     x, weights, counts = make_groups([2, 0, 3, 0])
     poisoned = weights.at[jnp.asarray([1, 3])].set(jnp.nan)
