@@ -197,7 +197,17 @@ def test_places_to_wait(model):
         requests = [engine.submit(PROMPT, 3) for _ in range(2)]
         with pytest.raises(jaxkv.EngineFull, match="2 requests wait, and max_waiting is 2"):
             engine.submit(PROMPT, 3)
+        requests[1].cancel()
+        assert engine.num_waiting == 1, "who is cancelled leaves its place at once"
+        requests[1] = engine.submit(PROMPT, 3)
         engine.step()
+        for _ in range(2):  # the first two take the last rows, the others wait for one
+            late = [engine.submit(PROMPT, 3) for _ in range(2)]
+            engine.step()
+        assert engine.num_waiting == 2
+        for request in late:
+            request.cancel()
+        assert engine.num_waiting == 0 and engine.stats()["waiting"] == 0
         assert engine.submit(PROMPT, 3).result() == requests[0].result()
         engine.wait()
         assert engine.submit(PROMPT, 2, n=4).result(), "an empty queue takes any number of samples"

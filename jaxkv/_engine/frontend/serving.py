@@ -189,9 +189,10 @@ class Servable:
 
     @property
     def num_waiting(self) -> int:
-        """Samples that have no row yet, or none any more."""
-        submitted = sum(len(request.samples) for request in list(self._loop.submitted))
-        return submitted + sum(len(loop.scheduler.waiting) for loop in self._loops)
+        """Samples that have no row yet, or none any more; not those that are cancelled."""
+        submitted = sum(not sample.done for request in list(self._loop.submitted) for sample in request.samples)
+        gone = sum(r in loop.open and not r.has_begun for loop in self._loops for r in list(loop.cancelled))
+        return max(0, submitted - gone + sum(len(loop.scheduler.waiting) for loop in self._loops))
 
     def _refuse_served(self, method: str) -> None:
         """Raises RuntimeError if a thread of `serve` takes the steps."""
