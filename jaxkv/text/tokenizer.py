@@ -66,6 +66,9 @@ class Tokenizer:
         Args:
           special: put the tokens around it that the tokenizer puts around a text, such as the one that begins it; those
             that the text begins or ends with already are not put there twice.
+
+        Raises:
+          ValueError: no text, or one with half a character (a lone surrogate).
         """
         if not isinstance(text, str):
             raise ValueError(f"text must be a string, not {show(text)}.")
@@ -83,6 +86,7 @@ class Tokenizer:
         return before + plain + after
 
     def _encode(self, text: str, special: bool) -> list[int]:
+        text.encode()  # raises UnicodeEncodeError where the tokenizer would raise TypeError
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:

@@ -131,7 +131,9 @@ WRONG = {
     "stops of numbers": {"stop": [1]}, "an empty stop": {"stop": ""}, "tools": {"tools": [{"type": "function"}]},
     "json_object": {"response_format": {"type": "json_object"}}, "logprobs of text": {"logprobs": "yes"},
     "half a sample": {"n": 1.5}, "a seed of text": {"seed": "x"}, "penalties": {"presence_penalty": 1.0},
-    "deep": "[" * 100_000,
+    "deep": "[" * 100_000, "options of a stream in a text": {"stream": True, "stream_options": "x"},
+    "a stream of text": {"stream": "yes"}, "fewer than no log-probabilities": {"logprobs": True, "top_logprobs": -1},
+    "half a character": {"messages": [{"role": "user", "content": "\ud800"}]},
     "a prompt that is too long": {"messages": [{"role": "user", "content": "x" * 2000}]},
 }  # fmt: skip
 
@@ -145,7 +147,7 @@ def test_a_wrong_request_is_answered_by_a_sentence(served, name):
     found = httpx.post(served[2] + "/v1/chat/completions", content=body)
     error = found.json()["error"]
     assert found.status_code == 400 and error["type"] == "invalid_request_error" and len(error["message"]) < 400
-    assert served[0].is_served
+    assert served[0].is_served and served[0].num_waiting == 0
 
 
 def test_completions(served, client):

@@ -138,6 +138,13 @@ def test_messages_of_another_form(tmp_path, messages):
         text.chat(messages)
 
 
+def test_half_a_character_is_no_text(tmp_path):
+    text = jaxkv.text.Tokenizer(write_tokenizer(tmp_path, CHATML))
+    for read in (text.encode, lambda half: text.chat([{"role": "user", "content": half}])):
+        with pytest.raises(ValueError, match="surrogates not allowed"):
+            read("\ud800")
+
+
 def test_what_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
         jaxkv.text.Tokenizer(tmp_path)

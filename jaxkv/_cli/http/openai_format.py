@@ -26,6 +26,7 @@ class ChatCompletion:
     def __init__(self, body: dict[str, Any], text: Any):
         self.body, self.text = body, text
         _check_types(body, logprobs=bool, top_logprobs=int)
+        _check_count(body, "top_logprobs")
         self.num_logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
 
     def prompts(self) -> list[list[int]]:
@@ -74,6 +75,7 @@ class Completion:
     def __init__(self, body: dict[str, Any], text: Any):
         self.body, self.text = body, text
         _check_types(body, logprobs=int, echo=bool, best_of=int)
+        _check_count(body, "logprobs")
         self.num_logprobs, self.echo = body.get("logprobs"), bool(body.get("echo"))
         if body.get("best_of") not in (None, body.get("n", 1)):
             raise ValueError("best_of must be n on this server, which gives all that it samples: leave it out.")
@@ -148,7 +150,7 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
         raise ValueError("response_format other than text is not supported by this server: leave it out.")
     given = {field: value for field, value in body.items() if value is not None}
-    _check_types(given, stop=str | list)
+    _check_types(given, stop=str | list, stream=bool, stream_options=dict)
     stops = given.get("stop", [])
     if isinstance(stops, list) and not all(isinstance(stop, str) for stop in stops):
         raise ValueError("stop must be a string or a list of strings.")
@@ -175,6 +177,11 @@ def _check_types(body: dict[str, Any], **kinds: Any) -> None:
         value = body.get(field)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             raise ValueError(f"{field} has a value of the wrong type: {value!r}.")
+
+
+def _check_count(body: dict[str, Any], field: str) -> None:
+    if (body.get(field) or 0) < 0:
+        raise ValueError(f"{field} must be at least 0, not {body[field]}.")
 
 
 def _is_token(value: Any) -> bool:

@@ -90,6 +90,9 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
         except jaxkv.EngineFull as error:
             _cancel(requests)
             return _refusal(JSONResponse, 429, "rate_limit_error", str(error))
+        except BaseException:  # the client has gone meanwhile, say
+            _cancel(requests)
+            raise
         head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         if body.get("stream"):
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
