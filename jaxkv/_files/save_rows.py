@@ -33,7 +33,8 @@ def save(
 
     Blocks that several rows share are stored once. A step's bookkeeping, reserved blocks, failures and tokens outside
     of a sliding window are not stored. With a cache on the devices of several processes, each process writes a file of
-    its own beside this one, which lists them. All processes call this, with one path that all can reach.
+    its own beside this one, which lists them, with its KV heads and all states of recurrent layers. All processes call
+    this, with one path that all can reach.
 
     Args:
       path: the file, by custom `*.safetensors`.
@@ -67,11 +68,6 @@ def save(
         write_saved(path, dataclasses.replace(saved, config=config), shapes, written.tensors(here))
 
     saved = _describe_written(written, config, model, {} if metadata is None else metadata)
-    if config.recurrent_layers and not is_local(cache.pools):
-        raise ValueError(
-            "A cache with recurrent layers can be saved where all of it is on one process: send its rows to one, and "
-            "save that."
-        )
     if is_local(cache.pools):
         write(file, config)
     else:

@@ -15,6 +15,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards
 from jaxkv._core.config.kv_packing import Apart
+from jaxkv._core.state.multihost import read_whole
 from jaxkv._core.state.state import NULL_BLOCK
 from jaxkv._files.format import stored_parts, stored_states
 
@@ -57,6 +58,8 @@ class Written:
             if held[0].thinned is not None:
                 both = [np.stack([layer.lengths, layer.thinned], axis=1) for layer in held]  # type: ignore[list-item]
                 self.held[g] = _side_by_side(both, heads, order).T
+        # Of several processes all come here, but not all write.
+        self.states = [read_whole(take_states(cache, rows)) for cache, rows in zip(self.caches, own, strict=True)]
         self.snapshots = self._read_snapshots()
 
     @property
@@ -83,9 +86,8 @@ class Written:
                 form = None if name.startswith("index") else config.form(layer)
                 pieces = [_blocks(form, x, plan, minor, here) for x, plan in zip(arrays, plans, strict=True)]
                 yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        states = [jax.device_get(take_states(cache, rows)) for cache, rows in zip(self.caches, self._own, strict=True)]
         for i, name in stored_states(config):
-            found = np.concatenate([each[i][name] for each in states])[self._order]
+            found = np.concatenate([each[i][name] for each in self.states])[self._order]
             empty = (self.lengths == 0).reshape(-1, *[1] * (found.ndim - 1))
             yield np.where(empty, np.zeros((), found.dtype), found)
         if self.snapshots is not None:
@@ -107,7 +109,7 @@ class Written:
                 first += int(snapshots.table.max())
             tables.append(table)
         counts = [int(snapshots.table.max()) for snapshots in found]
-        states = [jax.device_get(snapshots.states) for snapshots in found]
+        states = [read_whole(snapshots.states) for snapshots in found]
         cut = [jax.tree.map(lambda x, n=n: x[:n], x) for x, n in zip(states, counts, strict=True)]
         joined = jax.tree.map(lambda *x: np.concatenate(x), *cut)
         return dataclasses.replace(found[0], table=np.concatenate(tables)[self._order], states=joined)

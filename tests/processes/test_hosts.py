@@ -79,7 +79,7 @@ def test_kills_lose_no_request(tmp_path, count):
         processes = run(tmp_path, count, **told)
         first = "known" if kills % 4 == 0 else "saved"
         while not said(processes[0].text, first):
-            assert [process.poll() for process in processes] == [None] * count, ended(processes)
+            assert all(process.poll() is None for process in processes), "\n\n".join(ended(processes))
             time.sleep(0.05)
         time.sleep(draw.uniform(0, 2 if first == "known" else 4))
         victim = kills % count
@@ -115,11 +115,11 @@ MODELS = [
 
 
 def test_real_models(tmp_path):
-    """Layers that keep states, an index, eviction: tokens and counts of what was done are those of one process."""
-    file = pathlib.Path(models_worker.__file__)
-    told = [json.dumps({"count": count, "cases": MODELS}) for count in (1, 2)]
-    (alone,) = ended(start(file, tmp_path, told[0], count=1), 3000)
-    texts = ended(start(file, tmp_path, told[1], count=2, devices=1), 3000)
-    assert [said(text, "ended") for text in (alone, *texts)] == [[""]] * 3, texts
+    """Layers that keep states, an index, eviction: tokens and counts of what was done are those of one process, which
+    goes on with what two have saved."""
+    file, told = pathlib.Path(models_worker.__file__), {"resumed": 2, "cases": MODELS}
+    texts = ended(start(file, tmp_path, json.dumps({"count": 2} | told), count=2, devices=1), 3000)
+    (alone,) = ended(start(file, tmp_path, json.dumps({"count": 1} | told), count=1), 3000)
+    assert [said(text, "ended") for text in (alone, *texts)] == [[""]] * 3, (alone, *texts)
     assert said(texts[0], "tokens") == said(alone, "tokens") and len(said(alone, "tokens")) == len(MODELS)
     assert said(texts[0], "stats") == said(alone, "stats")

@@ -68,7 +68,7 @@ def assert_served_together(texts, folder):
     assert int(said(texts[0], "bytes")[0]) < 4096 and said(texts[0], "released") == ["True"]
     assert said(texts[0], "updated") == ["error"] and said(texts[1], "released here") == ["True"]  # it adds NaN
     wanted = [continuation(SEEN, prompt, 12, None) for prompt in (*worker.PROMPTS, [4] * 9 + [1])]
-    assert said(texts[0], "states") == [str(wanted)]
+    assert said(texts[0], "states") == [str(wanted)] and said(texts[0], "went on") == ["True"]
     (refused,) = said(texts[1], "not here")
     assert "used from process 0, and this is process 1: call engine.follow() here" in refused
     assert said(texts[1], "followed") == ["Engine(closed)"]

@@ -32,11 +32,14 @@ def read_options(options):
     return options
 
 
-def serve(engine, prompts):
-    """Submits prompts while others are under way, one of them with samples, and cancels one; returns all tokens."""
+def serve(engine, prompts, path, resumed):
+    """Submits prompts while others are under way, one of them with samples, and cancels one; goes on with what another
+    engine has saved on the way, or itself. Returns all tokens."""
     requests = [engine.submit(prompt, NEW) for prompt in prompts[:2]]
     for _ in range(3):
         engine.step()
+    if resumed is not None:
+        engine.save(path)
     requests += [engine.submit(prompt, NEW) for prompt in prompts[2:]]
     requests += engine.submit(prompts[1], NEW, temperature=1.0, n=2, logprobs=1).samples
     left = engine.submit(prompts[0][:5], NEW)
@@ -48,26 +51,31 @@ def serve(engine, prompts):
     requests.append(engine.submit(prompts[0], NEW))  # of which a prefix cache knows all by now
     for _ in engine.run():
         pass
-    return [request.tokens for request in requests]
+    stats = engine.stats()
+    if resumed is not None:
+        requests += engine.load(resumed)
+        for _ in engine.run():
+            pass
+        assert [request.tokens for request in requests[-2:]] == [request.tokens for request in requests[:2]]
+    return [request.tokens for request in requests], stats
 
 
-def main(process, port, _, told):
+def main(process, port, folder, told):
     told = json.loads(told)
     if told["count"] > 1:
         jaxkv.distributed.initialize(f"127.0.0.1:{port}", told["count"], process)
     mesh = Mesh(np.array(jax.devices()), ["model"])
-    for name, options in told["cases"]:
+    for i, (name, options) in enumerate(told["cases"]):
         model = jaxkv.models.load(DATA / name, mesh=mesh)
         engine = jaxkv.Engine(model, **SIZES | read_options(options))
         if process:
             engine.follow()
             continue
         prompts = [(list(map(int, e.prompt)) * 3)[: 9 + 7 * i] for i, e in enumerate(expected(name))]
-        tokens = serve(engine, prompts)
-        stats = engine.stats()
+        resumed = None if "evict" in options else folder / f"{i} of {told['resumed']}"
+        tokens, stats = serve(engine, prompts, folder / f"{i} of {told['count']}", resumed)
         say("tokens", json.dumps(tokens))
-        counts = {k: v for k, v in stats.items() if isinstance(v, int) and v}
-        say("stats", json.dumps(counts))
+        say("stats", json.dumps({k: v for k, v in stats.items() if isinstance(v, int) and v}))
         engine.close()
     say("ended")
 

@@ -81,7 +81,7 @@ def everything(mesh, folder, process):
     say("swapped", int(empty.lengths[row]) == 0 < host.num_tokens and tables(jaxkv.swap_in(empty, row, host)) != [])
     say("kept", jaxkv.describe(folder / "two").metadata)
     serve_together(mesh, folder, process)
-    serve_states(mesh, process)
+    serve_states(mesh, folder, process)
     if process == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     after(cache, range(9, 10**6))  # until the watch ends it
@@ -138,8 +138,9 @@ def serve_together(mesh, folder, process):
     engine.close()
 
 
-def serve_states(mesh, process):
-    """One engine of both processes, with a layer that keeps states; a prompt begins where another ended."""
+def serve_states(mesh, folder, process):
+    """One engine of both processes, with a layer that keeps states; a prompt begins where another ended. What was saved
+    goes on."""
     engine = jaxkv.Engine(placed(Hybrid())(mesh), **ENGINE | {"max_seqs": 2}, prefix_cache=True)
     if process:
         engine.follow()
@@ -147,6 +148,15 @@ def serve_states(mesh, process):
     for request in (requests := [engine.submit(prompt, 12) for prompt in (*PROMPTS, [4] * 9 + [1])]):
         request.result()
     say("states", [request.tokens for request in requests])
+    first = engine.submit(PROMPTS[1], 12)
+    for _ in range(5):
+        engine.step()
+    engine.save(folder / "served" / "states")
+    list(engine.run())
+    (again,) = engine.load(folder / "served" / "states")
+    begun = len(again.tokens)
+    list(engine.run())
+    say("went on", 0 < begun < 12 and again.tokens == first.tokens)
     engine.close()
 
 

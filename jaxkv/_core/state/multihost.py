@@ -140,6 +140,21 @@ def read_own_part(tree: Any) -> Any:
     return jax.tree.map(read, tree)
 
 
+def read_whole(tree: Any) -> Any:
+    """Returns the arrays of a pytree on the host, whole in every process. Those that no process has whole are gathered:
+    then all processes must call this."""
+    if is_local(tree):
+        return jax.device_get(tree)
+
+    def read(x: Any) -> np.ndarray:
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+            assert isinstance(x.sharding, NamedSharding)
+            x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+        return np.asarray(x)
+
+    return jax.tree.map(read, tree)
+
+
 def put_own_part(tree: Any, own: Any) -> Any:
     """Returns blocks `[n, ...]`, as `read_own_part` returned them, on the devices of those in `own`, with which they
     are of one shape. What is there already, or whole in every process, stays as it is."""
