@@ -36,6 +36,8 @@ def find_model(source: Any, *, weights: bool = True) -> pathlib.Path:
         if not folder.is_file():
             raise FileNotFoundError(f"There is no file {folder}.")
         return folder
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: give a folder with config.json and *.safetensors in it, or a .gguf.")
     name = str(source)
     if not NAME.fullmatch(name):
         raise FileNotFoundError(f"There is no folder {folder}: give one with config.json and *.safetensors in it.")

@@ -44,6 +44,8 @@ def refused(folder, says, error=ValueError, **options):
 
 def test_no_folder(tmp_path):
     refused(tmp_path / "nowhere", "There is no folder .*nowhere", FileNotFoundError)
+    (tmp_path / "model.bin").write_text("x")
+    refused(tmp_path / "model.bin", r"model.bin is a file: give a folder with config.json")
 
 
 def test_no_config(folder):

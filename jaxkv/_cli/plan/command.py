@@ -21,7 +21,7 @@ from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
 from jaxkv._core.config.cache_config import JOINING
 from jaxkv._core.config.layer_config import STATE_DTYPES, LayerConfig, kind_of
-from jaxkv._core.config.validation import show
+from jaxkv._core.config.validation import integer, show
 from jaxkv._files.hub import find_model
 from pallas_kernels.common.quantization import FORMATS
 
@@ -30,6 +30,8 @@ MOST_SHAPES = 12  # in a table; JSON lists all
 
 
 def run(arguments: argparse.Namespace) -> int:
+    for size in arguments.block_size or ():
+        integer("--block-size", size, least=1)
     arguments.model = find_model(arguments.model, weights=False)
     config, stated = _read_model(arguments.model)
     chip = None if arguments.chip is None else chip_named(arguments.chip)
