@@ -35,6 +35,7 @@ from pallas_kernels.api.backends import (
 )
 from pallas_kernels.api.mixer_dispatch import forget_mixers
 from pallas_kernels.api.mixers import OPS as MIXERS, explain_mixer
+from pallas_kernels.api.selection import explain_selection
 from pallas_kernels.api.sizes import warn_of_sizes
 from pallas_kernels.common import context_parallel
 from pallas_kernels.common.batch import Call, StoredKV, bundle_call
@@ -315,7 +316,8 @@ def explain(
     """Which implementation `op` picks for these arguments, and why.
 
     Args:
-      op: "paged_attention", "write_kv", "write_and_attend", "causal_conv", "gated_delta_rule" or "state_space".
+      op: "paged_attention", "write_kv", "write_and_attend", "causal_conv", "gated_delta_rule" or "state_space"; or
+        "select_tokens", the choice of `jaxkv.scores.indexer`: its `q`, `keys`, `tables`, and `kind` of keys.
       platform: "cpu", "cuda" or "tpu"; default: that of the devices on which the arguments say that they lie, else the
         one that a program traced now would be lowered for.
       implementation: as for `paged_attention`.
@@ -333,6 +335,8 @@ def explain(
     """
     if op in MIXERS:
         return explain_mixer(op, platform=platform, implementation=implementation, **arguments)
+    if op == "select_tokens":
+        return explain_selection(platform=platform, implementation=implementation, **arguments)
     check_names(op, arguments)
     call = bundle_call(**arguments)
     platform = find_platform(call.q, call.stored.kv) if platform is None else read_platform(platform)

@@ -73,7 +73,7 @@ def _find_refusal(implementation: str, call: MixerCall) -> str | None:
         )
     if implementation in DIFFERENTIABLE or not call.arrays:
         return None
-    if _is_divided(call.arrays["states"]):
+    if is_divided(call.arrays["states"]):
         return (
             f"The compiler cannot divide the {implementation} kernel of {call.op} over the devices of a mesh: call it "
             "inside jax.shard_map, over heads, or leave implementation=None to use XLA's."
@@ -89,7 +89,7 @@ def _find_mixers(implementation: str) -> Any:
     return None if name is None else importlib.import_module(f"pallas_kernels.{name}")
 
 
-def _is_divided(x: Any) -> bool:
+def is_divided(x: Any) -> bool:
     """Tells whether an array may be divided among devices outside of any `shard_map`."""
     meshes = (
         jax.sharding.get_abstract_mesh(),

@@ -5,6 +5,7 @@ read the row's keys piece by piece, and keep the best so far: nothing is as larg
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -42,21 +43,43 @@ class Best(NamedTuple):
     position: jax.Array  # i32[.., k], -1 where there is none
 
 
-class _Lanes(NamedTuple):
-    """Tiles of queries, each of one row."""
+class Lanes(NamedTuple):
+    """Tiles of queries, each of one row, of one query or of as many as a backend computes at once."""
 
     row: jax.Array  # i32[lanes]
     token: jax.Array  # i32[lanes, queries]: among all tokens, flat
     position: jax.Array  # i32[lanes, queries]; -1 of none
 
 
-def select_tokens(q, weights, stored: StoredIndex, batch: PagedBatch, mask: MaskSpec, top_k: int) -> Best:
+class IndexQueries(NamedTuple):
+    """The tokens of a step, flat, and what they choose from."""
+
+    q: jax.Array  # [tokens, heads, E]
+    weights: jax.Array  # [tokens, heads]
+    stored: StoredIndex
+    batch: PagedBatch
+    mask: MaskSpec
+
+
+def select_tokens(
+    q,
+    weights,
+    stored: StoredIndex,
+    batch: PagedBatch,
+    mask: MaskSpec,
+    top_k: int,
+    *,
+    select: Callable[[IndexQueries, Lanes, int], Best] | None = None,
+    queries: int | None = None,
+) -> Best:
     """Returns the best `top_k` tokens of each query, of those that it sees.
 
     Args:
       q: `[S, T, heads, E]` padded or `[N, heads, E]` packed; weights: the same without the last axis.
       batch: as for attention; with a context shard the best of the tokens at hand, by their positions in whole rows.
       mask: of which window, chunk and sink tokens are read.
+      select: returns the best of the queries of lanes, `[lanes * queries, n]`, for a backend's kernel; default: XLA's.
+      queries: of a lane of a row with several tokens, then.
     """
     *token_axes, num_heads, width = q.shape
     num_tokens, most = math.prod(token_axes), batch.block_tables.shape[1] * stored.keys.shape[3]
@@ -64,23 +87,23 @@ def select_tokens(q, weights, stored: StoredIndex, batch: PagedBatch, mask: Mask
     if num_tokens == 0:
         empty = jnp.zeros((*token_axes, top_k))
         return Best(empty.astype(jnp.float32), empty.astype(jnp.int32))
-    inputs = _IndexInputs(
-        q.reshape(num_tokens, num_heads, width).astype(jnp.float32),
+    inputs = IndexQueries(
+        q.reshape(num_tokens, num_heads, width),
         weights.reshape(num_tokens, -1),
         stored,
         batch,
         mask,
     )
+    select, queries = select or _select, queries or min(QUERIES, num_tokens)
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), *batch[1:4]))
     rows = tiles.find_rows(tuple(token_axes), batch)
     if token_axes[-1] == 1:
-        best = jax.tree.map(lambda x: x[token.row], _select(inputs, _lone_lanes(rows, rows.count), kept))
+        best = jax.tree.map(lambda x: x[token.row], select(inputs, _lone_lanes(rows, rows.count), kept))
     else:
         lone = rows.count == 1
-        of_lone = _select(inputs, _lone_lanes(rows, jnp.where(lone, rows.count, 0)), kept)
-        lanes, lane, place = _tile_lanes(rows, jnp.where(lone, 0, rows.count), num_tokens, token)
-        many, is_lone = _select(inputs, lanes, kept), lone[token.row][:, None]
-        queries = lanes.position.shape[1]
+        of_lone = select(inputs, _lone_lanes(rows, jnp.where(lone, rows.count, 0)), kept)
+        lanes, lane, place = _tile_lanes(rows, jnp.where(lone, 0, rows.count), num_tokens, token, queries)
+        many, is_lone = select(inputs, lanes, kept), lone[token.row][:, None]
         best = jax.tree.map(lambda a, b: jnp.where(is_lone, a[token.row], b[lane * queries + place]), of_lone, many)
     best = Best(best.score, jnp.where(token.valid[:, None] & (best.score > NOTHING), best.position, -1))
     pad = ((0, 0), (0, top_k - kept))
@@ -89,23 +112,16 @@ def select_tokens(q, weights, stored: StoredIndex, batch: PagedBatch, mask: Mask
     return Best(*(x.reshape(*token_axes, top_k) for x in (score, position)))
 
 
-class _IndexInputs(NamedTuple):
-    q: jax.Array  # f32[tokens, heads, E]
-    weights: jax.Array  # f32[tokens, heads]
-    stored: StoredIndex
-    batch: PagedBatch
-    mask: MaskSpec
-
-
-def _lone_lanes(rows: tiles.WorkRows, count: jax.Array) -> _Lanes:
+def _lone_lanes(rows: tiles.WorkRows, count: jax.Array) -> Lanes:
     """A lane for each row, of its only token."""
     position = jnp.where(count > 0, rows.before, -1)
-    return _Lanes(jnp.arange(count.shape[0], dtype=jnp.int32), rows.start[:, None], position[:, None])
+    return Lanes(jnp.arange(count.shape[0], dtype=jnp.int32), rows.start[:, None], position[:, None])
 
 
-def _tile_lanes(rows: tiles.WorkRows, count: jax.Array, num_tokens: int, token) -> tuple[_Lanes, jax.Array, jax.Array]:
+def _tile_lanes(
+    rows: tiles.WorkRows, count: jax.Array, num_tokens: int, token, queries: int
+) -> tuple[Lanes, jax.Array, jax.Array]:
     """Lanes for the tokens of all rows, and each token's lane and place in it."""
-    queries = min(QUERIES, num_tokens)
     most = min(count.shape[0], num_tokens // 2) + num_tokens // queries
     each = tiles.cover(count, queries)
     ends = jnp.cumsum(each)
@@ -118,10 +134,10 @@ def _tile_lanes(rows: tiles.WorkRows, count: jax.Array, num_tokens: int, token) 
     index = jnp.clip(rows.start[row][:, None] + nth, 0, num_tokens - 1)
     tile, place = tiles.parts(jnp.maximum(token.position - rows.before[token.row], 0), queries)
     own = jnp.clip((ends - each)[token.row] + tile, 0, most - 1)
-    return _Lanes(row, index, position), own, place
+    return Lanes(row, index, position), own, place
 
 
-def _select(inputs: _IndexInputs, lanes: _Lanes, kept: int) -> Best:
+def _select(inputs: IndexQueries, lanes: Lanes, kept: int) -> Best:
     """The best of the queries of lanes, `[lanes * queries, kept]`."""
     num_lanes, queries = lanes.position.shape
     num_heads, capacity = inputs.q.shape[1], inputs.batch.block_tables.shape[1] * inputs.stored.keys.shape[3]
@@ -130,7 +146,7 @@ def _select(inputs: _IndexInputs, lanes: _Lanes, kept: int) -> Best:
     count = min(num_lanes, max(1, AT_ONCE // (4 * queries * num_heads * piece)))
     groups = -(-num_lanes // count)
     more = groups * count - num_lanes
-    padded = _Lanes(
+    padded = Lanes(
         jnp.pad(lanes.row, (0, more)),
         jnp.pad(lanes.token, ((0, more), (0, 0))),
         jnp.pad(lanes.position, ((0, more), (0, 0)), constant_values=-1),
@@ -140,7 +156,7 @@ def _select(inputs: _IndexInputs, lanes: _Lanes, kept: int) -> Best:
     return jax.tree.map(lambda x: x.reshape(groups * count * queries, kept)[: num_lanes * queries], found)
 
 
-def _stream(inputs: _IndexInputs, lanes: _Lanes, kept: int, piece: int) -> Best:
+def _stream(inputs: IndexQueries, lanes: Lanes, kept: int, piece: int) -> Best:
     """The best of the queries of a few lanes: reads the context of their rows piece by piece."""
     size, shard = inputs.stored.keys.shape[3], inputs.batch.context_shard
     window_mask = WindowMask.from_spec(inputs.mask, np.iinfo(np.int32).max)
@@ -167,7 +183,7 @@ def _stream(inputs: _IndexInputs, lanes: _Lanes, kept: int, piece: int) -> Best:
     return jax.lax.fori_loop(jnp.minimum(begin, end) // piece, -(-end // piece), step, nothing)
 
 
-def _score(inputs: _IndexInputs, lanes: _Lanes, place: jax.Array, window_mask: WindowMask) -> Best:
+def _score(inputs: IndexQueries, lanes: Lanes, place: jax.Array, window_mask: WindowMask) -> Best:
     """The scores of the tokens at some places of each lane's row, `[lanes, queries, places]`."""
     keys, scale, format = inputs.stored
     tables, shard, size = inputs.batch.block_tables, inputs.batch.context_shard, keys.shape[3]
@@ -175,7 +191,7 @@ def _score(inputs: _IndexInputs, lanes: _Lanes, place: jax.Array, window_mask: W
     key = place if shard is None else position_of(column, offset, shard, size)
     block = tables[lanes.row[:, None], jnp.minimum(column, tables.shape[1] - 1)[None]]
     its_keys = format.from_bits(keys[block, 0, 0, offset[None], : inputs.q.shape[-1]]).astype(jnp.float32)
-    queries, weights = inputs.q[lanes.token], inputs.weights[lanes.token].astype(jnp.float32)
+    queries, weights = (x[lanes.token].astype(jnp.float32) for x in (inputs.q, inputs.weights))
     products = jnp.einsum("lce,lqhe->lcqh", its_keys, queries, precision="highest")  # many rows first: faster on CPUs
     score = jnp.sum(weights[:, None] * jnp.maximum(products, 0.0), axis=-1).swapaxes(1, 2)
     if scale is not None:

@@ -21,10 +21,11 @@ from jaxkv._core.state.columns import blocks_of
 from jaxkv._core.state.shard_local import find_block_runs
 from jaxkv._core.state.sharding import POOL, WHOLE, run_on_shards
 from jaxkv._core.state.state import IndexKeys, Layer, Pool
+from pallas_kernels.api.selection import select_tokens
 from pallas_kernels.common.batch import MaskSpec, PagedBatch
 from pallas_kernels.common.context_parallel import select_local_tokens
 from pallas_kernels.common.ragged_layout import locate
-from pallas_kernels.xla.index import Best, StoredIndex, select_tokens, write_index as scatter
+from pallas_kernels.xla.index import Best, StoredIndex, write_index as scatter
 
 ADAPTERS = (TableColumns, DecodePacking)
 
@@ -112,11 +113,9 @@ def choose_tokens(
     check_plan(step, found.config, "q", token_axes)
     opened, _ = settle_layer(cache, layer, found, token_axes, step)
     with jax.named_scope("indexer"):
-        queries = jax.lax.stop_gradient(jnp.concatenate([q, weights[..., None]], axis=-1, dtype=jnp.float32))
-        specs = (layer_specs(opened), WHOLE, WHOLE)
-        position, score = run_on_shards(
-            opened.pool, _choose, (opened, step, queries), specs, (WHOLE, WHOLE), top_k=top_k
-        )
+        arguments = (opened, step, *jax.lax.stop_gradient((jnp.asarray(q), jnp.asarray(weights)[..., None])))
+        specs = (layer_specs(opened), WHOLE, WHOLE, WHOLE)
+        position, score = run_on_shards(opened.pool, _choose, arguments, specs, (WHOLE, WHOLE), top_k=top_k)
         if (skipped := opened.tables.skipped) is not None:
             tables, size = opened.tables, opened.config.block_size
             row = locate(token_axes, tables.lengths, tables.new, tables.offsets).row[..., None]
@@ -125,16 +124,19 @@ def choose_tokens(
         return position, score
 
 
-def _choose(layer: Layer, step: Step | None, queries: jax.Array, *, top_k: int) -> tuple[jax.Array, jax.Array]:
-    call, undo = adapt(make_call(layer, step, q=queries), ADAPTERS)
+def _choose(
+    layer: Layer, step: Step | None, q: jax.Array, weights: jax.Array, *, top_k: int
+) -> tuple[jax.Array, jax.Array]:
+    of_heads = adapt(make_call(layer, step, q=weights), ADAPTERS)[0].q
+    call, undo = adapt(make_call(layer, step, q=q), ADAPTERS)
     layer = call.layer
-    assert call.q is not None
+    assert call.q is not None and of_heads is not None
     runs, stored = find_block_runs(layer.pool), _find_index(layer)
     stored = stored._replace(keys=jax.lax.stop_gradient(stored.keys))
     stripe = None if runs is None else runs.stripe
     batch = PagedBatch(layer.blocks, layer.tables.lengths, call.query_lens, call.query_starts, stripe)
     mask = MaskSpec(**layer.layer_config.retention.mask_options(layer.number, {}))
-    best = select_tokens(call.q[..., :-1], call.q[..., -1], stored, batch, mask, top_k)
+    best = select_tokens(call.q, of_heads[..., 0], stored, batch, mask, top_k)
     if runs is not None:
         score, position = (runs.gather(x, x.ndim - 1) for x in best)
         best = _best_of_all(score, position, top_k)
