@@ -220,6 +220,14 @@ def test_all_processes_go_on_with_other_weights(store, make_as_process, follower
     assert ends == ["released", "released"] and other.tokens == first.tokens
 
 
+def test_processes_must_agree_on_what_is_evicted(store, monkeypatch):
+    said = []
+    monkeypatch.setattr("jaxkv._engine.hosts.lockstep.check_agreement", lambda what, text, _: said.append(text))
+    for keep in (0.5, 0.5, 0.25):
+        jaxkv.Engine(Checksum(WINDOWS), **SIZES, evict=jaxkv.Eviction("knorm", keep, by="layer")).close()
+    assert said[0] == said[1] != said[2]
+
+
 def test_an_update_that_only_one_process_calls(pair):
     first, _, errors, thread = pair()
     first.update(Checksum(WINDOWS))
