@@ -192,6 +192,12 @@ def _read_mask(mask: Any, query: jax.Array, cache: Any) -> dict[str, Any]:
             f"mask must broadcast to {wanted}, one for all heads, but its shape is {mask.shape}: the heads of a cache "
             "see the same tokens."
         )
+    is_known = not isinstance(mask, jax.core.Tracer) and mask.is_fully_addressable
+    if is_known and jnp.issubdtype(mask.dtype, jnp.floating) and (np.asarray(mask, np.float32) < 0).any():
+        raise ValueError(
+            "mask must be true, or not 0, where a token may attend, but it has negative numbers, as if to be added to "
+            "the logits: give mask >= 0 in its place."
+        )
     mask = mask.astype(bool).reshape((1,) * (rank - mask.ndim) + mask.shape)
     mask = mask[:, 0] if rank == 4 else mask[0]
     if any(m not in (1, n) for m, n in zip(mask.shape, query.shape[:-2], strict=False)):

@@ -224,6 +224,11 @@ def test_without_a_cache_the_functions_are_theirs():
         ("jax_attention", dict(implementation="cudnn"), "no implementation='cudnn'"),
         ("jax_attention", dict(cache=None, step=1), "without a cache takes no step"),
         ("jax_attention", dict(mask=jnp.ones((1, 1, 1, 1, 6))), "must broadcast to"),
+        (
+            "dot_product_attention",
+            dict(mask=jnp.full((1, 1, 1, 6), -1e9)),
+            "it has negative numbers, as if to be added",
+        ),
     ],
 )
 def test_what_is_refused_is_named(function, arguments, says):
