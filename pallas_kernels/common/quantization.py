@@ -8,8 +8,9 @@ both. Formats of fewer than 8 bits or of 8-bit floats are stored as uint8: XLA o
 dtype wherever it is read.
 
 Four bits choose one of 16 levels, which lie closer around 0, as the numbers of a rotated head do: of normal numbers
-they lose least (Lloyd, Max). Of eight scales a group takes the one that loses least. Levels are whole numbers of 8
-bits, so that kernels multiply them exactly, and a cubic of the code, so that no table is read.
+they lose least (Lloyd, Max). Of eight scales a group takes the one that loses least. Levels are a cubic of the code,
+`h (h^2 + 140)` with `h` the code and a half: no table is read, and a kernel rounds once where it multiplies them in 16
+bits, as it does all else.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,10 @@ import numpy as np
 
 FLOAT32 = np.dtype("float32")
 TINY = 1e-8  # where the largest number is below this, it is taken for this
-LEVELS_ABOVE_0 = (6, 18, 31, 46, 62, 80, 101, 126)  # of four bits; those below are the same
+CUBIC = 140  # what is added to the square of a code and a half; see `read_level`
+LEVELS_ABOVE_0 = tuple(half * (half * half + CUBIC) for half in (n + 0.5 for n in range(8)))  # of four bits; those
+# below are the same. Scales are chosen by whole numbers instead: so many parts, of which the last level has 126.
+PART = LEVELS_ABOVE_0[-1] / 126
 # Of four bits: parts, of `SCALE_PARTS`, of the scale by which a group's largest number would be the last level.
 SCALES_TRIED, SCALE_PARTS = range(17, 25), 20
 
@@ -97,8 +101,10 @@ class StorageFormat:
         self, kv_shape: tuple[int, ...], head_dim: int, rank: int | None = None, packed: bool = False
     ) -> tuple[int, ...]:
         """Returns the shape of the scales of a pool `[num_blocks + 1, 2, K, block_size, ...]`, or with 1 for 2."""
+        if not packed:
+            return (*kv_shape[:4], *self.scale_axes(head_dim, rank))
         blocks, _, num_kv_heads, block_size = kv_shape[:4]
-        return (blocks, 2, num_kv_heads, block_size) if packed else (*kv_shape[:4], *self.scale_axes(head_dim, rank))
+        return (blocks, 2, num_kv_heads, block_size, *self.scale_axes(rank or head_dim))
 
     def encode(
         self, x: jax.Array, scale_dtype: np.dtype | None = None, rank: int | None = None
@@ -137,6 +143,8 @@ class StorageFormat:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns packed rows `[..., D]` as they are stored, and the scales of their keys and of their values."""
         (values, value_scale), (keys, key_scale) = (self.encode(x, scale_dtype) for x in (x[..., :rank], x[..., rank:]))
+        if self.numbers_per_entry > 1:
+            return pack_nibbles(keys, values), key_scale, value_scale
         return jnp.concatenate([values, keys], axis=-1), key_scale, value_scale
 
     def decode(self, stored: jax.Array, scale: jax.Array, head_dim: int, rank: int | None = None) -> jax.Array:
@@ -191,11 +199,10 @@ class StorageFormat:
         Errors are counted in whole numbers below 2 ** 24, and so their sums are exact. Else the choice between two that
         are nearly equal would depend on how a program adds, and a token's bits on the steps that it came in.
         """
-        parts = jnp.round(jnp.abs(x) / self.spread_scales(scale, x.shape[-1]) * float(SCALE_PARTS))
+        parts = count_parts(jnp.abs(x), self.spread_scales(scale, x.shape[-1]))
         is_entry = self._group_entries(jnp.ones_like(parts))  # and none of those that fill the last group
         tried = np.array(SCALES_TRIED, np.float32).reshape(*[1] * scale.ndim, -1, 1)
-        numbers = self._group_entries(parts)[..., None, :]
-        lost = _read_level(_count_levels_below(numbers, tried)) * tried - numbers
+        lost = lose_parts(self._group_entries(parts)[..., None, :], tried)
         best = jnp.argmin((lost * lost * is_entry[..., None, :]).sum(axis=-1), axis=-1)
         return (best + SCALES_TRIED[0]).astype(jnp.float32) / float(SCALE_PARTS)
 
@@ -232,34 +239,70 @@ def _round_to_int8(x: jax.Array) -> jax.Array:
     return jnp.round(x).astype(jnp.int32).astype(jnp.int8)
 
 
-def _count_levels_below(size: jax.Array, unit: float | np.ndarray) -> jax.Array:
+def _count_levels_below(size: jax.Array, unit: np.float32 | np.ndarray) -> jax.Array:
     """Returns the code, `i32` in 0 to 7, of the level above 0 that is nearest to `size / unit`."""
     bars = [(low + high) / 2 for low, high in itertools.pairwise(LEVELS_ABOVE_0)]
     return functools.reduce(jnp.add, ((size > bar * unit).astype(jnp.int32) for bar in bars))
 
 
-def _nearest_code(x: jax.Array) -> jax.Array:
+def count_parts(size: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns sizes in whole parts, `SCALE_PARTS` times 126 of which are the last level of a scale."""
+    return jnp.round(size / scale * float(SCALE_PARTS / PART))
+
+
+def lose_parts(parts: jax.Array, tried: float | np.ndarray) -> jax.Array:
+    """Returns by how many parts the levels of one of `SCALES_TRIED` miss."""
+    unit = np.asarray(tried, np.float32) / np.float32(PART)
+    return jnp.round(read_level(_count_levels_below(parts, unit)) * unit) - parts
+
+
+def find_codes(x: jax.Array) -> jax.Array:
     """Returns `i32` in -8 to 7: the level that is nearest, counted from 0 upwards and from -1 downwards."""
-    above = _count_levels_below(jnp.abs(x), 1.0)
+    above = _count_levels_below(jnp.abs(x), np.float32(1))
     return jnp.where(x < 0, ~above, above)
 
 
-def _read_level(code: jax.Array) -> jax.Array:
-    """Returns the levels of codes in -8 to 7, in float32."""
-    odd = (2 * code.astype(jnp.int32) + 1).astype(jnp.float32)
-    return jnp.round(odd * (5.99 + 0.0107 * odd * odd))
+def read_level(code: jax.Array) -> jax.Array:
+    """Returns the levels of codes in -8 to 7, in float32, which holds them exactly.
+
+    >>> read_level(jnp.array([-8, -1, 0, 7])).tolist()
+    [-1471.875, -70.125, 70.125, 1471.875]
+    """
+    half = code.astype(jnp.float32) + 0.5
+    return half * (half * half + float(CUBIC))
 
 
 def _pack_int4(x: jax.Array) -> jax.Array:
     """Entry i of the first half of a head stands in the low bits of byte i, that of the second half above it."""
-    low, high = jnp.split(_nearest_code(x), 2, axis=-1)
+    low, high = jnp.split(find_codes(x), 2, axis=-1)
     return ((low & 15) | ((high & 15) << 4)).astype(jnp.uint8)
+
+
+def pack_nibbles(keys: Any, values: Any) -> Any:
+    """Returns a head's keys and values in four bits, `[..., D / 2]` each, as one row `[..., D]`: entry i of the values
+    stands in the low bits of byte i, that of the keys above it. It is what the format makes of values and keys side by
+    side. NumPy stays NumPy.
+
+    >>> pack_nibbles(np.array([0x21], np.uint8), np.array([0x43], np.uint8)).tolist() == [0x13, 0x24]
+    True
+    """
+    numpy = np if isinstance(keys, np.ndarray) else jnp
+    low, high = np.uint8(0x0F), np.uint8(0xF0)
+    return numpy.concatenate([(values & low) | (keys << 4), (values >> 4) | (keys & high)], axis=-1)
+
+
+def unpack_nibbles(rows: Any) -> tuple[Any, Any]:
+    """Returns the keys and the values that `pack_nibbles` was given."""
+    numpy = np if isinstance(rows, np.ndarray) else jnp
+    low, high = np.uint8(0x0F), np.uint8(0xF0)
+    first, second = numpy.split(rows, 2, axis=-1)
+    return (first >> 4) | (second & high), (first & low) | (second << 4)
 
 
 def _unpack_int4(stored: jax.Array) -> jax.Array:
     signed = stored.astype(jnp.int8)  # the top bits of a byte are its sign
     low = jnp.right_shift(jnp.left_shift(signed, jnp.int8(4)), jnp.int8(4))
-    return _read_level(jnp.concatenate([low, jnp.right_shift(signed, jnp.int8(4))], axis=-1))
+    return read_level(jnp.concatenate([low, jnp.right_shift(signed, jnp.int8(4))], axis=-1))
 
 
 def _round_to_float8(x: jax.Array, float8: Float8) -> jax.Array:
@@ -308,10 +351,10 @@ FORMATS = {
         _make_float8("float8_e4m3fn", 448.0, Float8(3, 120, 0x7F)),
         _make_float8("float8_e5m2", 57344.0, Float8(2, 112, 0x7C)),
         StorageFormat(
-            "int4", np.dtype("uint8"), float(LEVELS_ABOVE_0[-1]), group_size=32, numbers_per_entry=2,
+            "int4", np.dtype("uint8"), LEVELS_ABOVE_0[-1], group_size=32, numbers_per_entry=2,
             scale_dtype=jnp.dtype("bfloat16"), has_levels=True,
             rotates=True,  # the small model's loss says so; elsewhere it does not care: see benchmarks/NOTES.md
-            revision=2,  # 1 had even steps
+            revision=3,  # 1 had even steps, 2 levels that were rounded
             to_bits=_pack_int4, from_bits=_unpack_int4,
         ),
     )

@@ -127,7 +127,7 @@ def test_what_is_consistent_but_makes_no_sense(saved, monkeypatch):
             jaxkv.load(saved)
 
 
-def test_int4_of_even_steps_is_refused(path):
+def test_int4_of_other_levels_is_refused(path):
     """Older files have the same arrays, but their bits stand for other numbers."""
     layers = (dataclasses.replace(LAYERS[0], dtype="int4"), dataclasses.replace(LAYERS[0], dtype="int8"))
     jaxkv.save(path, append(jaxkv.init(config(layers=layers)), [3, 0, 0, 0, 0]))
@@ -135,7 +135,7 @@ def test_int4_of_even_steps_is_refused(path):
     assert fields["version"] == "8"  # older readers say that they are too old
     np.testing.assert_array_equal(jaxkv.load(path).lengths[:1], [3])
     cache = json.loads(fields["cache"])
-    assert cache["config"]["layers"][0].pop("revision") == 2
+    assert cache["config"]["layers"][0].pop("revision") == 3
     assert not any("revision" in layer for layer in cache["config"]["layers"])
     del tensors[file_format.CHECKSUMS]
     with pytest.raises(jaxkv.CacheFileError, match="layer 0 is stored in int4 of another version, whose bits mean"):
