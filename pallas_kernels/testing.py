@@ -134,7 +134,8 @@ def decode(case: Case, stored: jax.Array, scale: jax.Array, kind: str) -> jax.Ar
     """Returns the numbers that a pool holds, as float32; joined rows have values and keys, each with its scale."""
     if case.joined:
         keys, values = scale[:, :1], scale[:, 1:]
-        scale = jnp.stack([values, keys], axis=-1)
+        join = jnp.stack if FORMATS[kind].group_size is None else jnp.concatenate
+        scale = join([values, keys], axis=-1)
     return FORMATS[kind].decode(stored, scale, case.head_dim, case.rank)
 
 

@@ -83,7 +83,7 @@ class Written:
             for arrays, (name, (_, minor)) in zip(
                 zip(*each, strict=True), stored_parts(config, layer).items(), strict=True
             ):
-                form = None if name.startswith("index") else config.form(layer)
+                form = config.form(layer) if name.startswith("layer") else None
                 pieces = [_blocks(form, x, plan, minor, here) for x, plan in zip(arrays, plans, strict=True)]
                 yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         for i, name in stored_states(config):
@@ -117,7 +117,7 @@ class Written:
 
 def _blocks(form: Apart | None, x: Any, plan: BlockPlan, minor: Sequence[int], here: Callable[..., Any]) -> np.ndarray:
     blocks = here(x, lambda x: gather_slots(x, plan.padded))
-    if minor:  # without the pool's padding; scales have no further axis
+    if minor:  # without the pool's padding; most scales have no further axis
         blocks = (blocks if form is None else form.unpack(blocks, axis=1))[..., : minor[0]]
     return clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
 

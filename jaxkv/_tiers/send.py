@@ -241,7 +241,8 @@ def _laid_as(to: Cache, layer: int, cache: Cache, part: Pool) -> Pool:
     form, other = cache.config.form(layer), to.config.form(layer)
     if type(form) is type(other):
         return part
-    kv = form.unpack(part.kv, axis=1)[..., : cache.layer_config(layer).head_dim]
+    width = cache.config.kind(layer).stored_dim(cache.layer_config(layer).head_dim)
+    kv = form.unpack(part.kv, axis=1)[..., :width]
     return dataclasses.replace(part, kv=other.pack(kv, axis=1))
 
 

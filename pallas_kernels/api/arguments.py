@@ -135,14 +135,22 @@ def _check_scales(stored: StoredKV, head_dim: int) -> None:
     format, rank = stored.format, stored.latent_rank
     if stored.scale is None:
         return
+    if (
+        stored.is_packed
+        and format.group_size is not None
+        and rank is not None
+        and (head_dim != 2 * rank or rank % format.group_size)
+    ):
+        raise ValueError(
+            f"Rows of {format.name} with scales of keys and values apart hold as many keys as values, in multiples of "
+            f"{format.group_size}, not {head_dim - rank} and {rank}: leave rank out, and store them in two arrays."
+        )
     wanted, of_packed = (format.scale_shape(stored.kv.shape, head_dim, rank, packed) for packed in (False, True))
     if stored.scale.shape == (of_packed if stored.is_packed else wanted):
         return
     size = format.group_size
     by_group = f", and one for every {size} entries of a head" if size else ", and two" if rank else ""
-    packed = (
-        f" (or {of_packed}, where keys stand behind the values)" if format.is_quantized and not size and rank else ""
-    )
+    packed = f" (or {of_packed}, where keys stand behind the values)" if format.is_quantized and rank else ""
     raise ValueError(
         f"kv_scale must have the pool's shape without its last axis{by_group}, {wanted}{packed}, not "
         f"{stored.scale.shape}."

@@ -93,7 +93,7 @@ def paged_attention(
         are the values too; then `scale` must be given, and the output is `[..., H, rank]`. Its `kv_scale` is
         `[num_blocks + 1, 1, K, block_size, 2]`, one scale for those numbers and one for the others; or, of rows whose
         keys stand behind the values, where queries are 0, `[num_blocks + 1, 2, K, block_size]`: what a row is
-        multiplied by as keys, and what as values.
+        multiplied by as keys, and what as values; for "int4" with one more axis of `ceil(rank / 32)`.
       scale: what the logits are multiplied by, a float or a scalar array; default `D ** -0.5`.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; after `scale`.
       window: a token sees only the last `window` positions, its own included.

@@ -5,6 +5,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.common.quantization import UNQUANTIZED, StorageFormat, find_format
 
@@ -26,8 +27,8 @@ class StoredKV:
     def bundle(cls, kv: Any, scale: Any = None, kind: str | None = None, rank: int | None = None) -> "StoredKV":
         """Returns the pool of public arguments. Only the shape of its scales says whether rows are packed."""
         format = find_format(kind)
-        may_pack = rank is not None and format.is_quantized and format.group_size is None
-        return cls(kv, scale, format, rank, may_pack and scale is not None and len(scale.shape) == 4)
+        may_pack = rank is not None and format.is_quantized and scale is not None and len(scale.shape) >= 4
+        return cls(kv, scale, format, rank, may_pack and scale.shape[1] == 2)
 
     @property
     def half_rank(self) -> int | None:
@@ -38,6 +39,15 @@ class StoredKV:
     def packed_rank(self) -> int | None:
         """The rank of packed rows."""
         return self.latent_rank if self.is_packed else None
+
+    @property
+    def by_row(self) -> "StoredKV":
+        """The pool with the scales of packed rows one after another, as those of other rows are, if they are scales of
+        groups of entries: a copy of all of them."""
+        if not self.is_packed or self.format.group_size is None or self.scale is None:
+            return self
+        keys, values = self.scale[:, :1], self.scale[:, 1:]
+        return dataclasses.replace(self, scale=jnp.concatenate([values, keys], axis=-1), is_packed=False)
 
     @property
     def pools(self) -> Any:

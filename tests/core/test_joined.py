@@ -10,7 +10,7 @@ import pytest
 from nightly import NIGHTLY, skip_by_day
 
 import jaxkv
-from jaxkv._core.config.kv_packing import Apart, OneRow, Pairs
+from jaxkv._core.config.kv_packing import Apart, Nibbles, OneRow, Pairs
 from jaxkv.testing import assert_no_copy, permute_blocks, poison
 
 ROWS, BLOCK, HEADS = 3, 4, 4
@@ -56,8 +56,16 @@ def test_which_layers_join():
     for one in (config, by_head):
         assert all(2 * one.bytes_per_layer_block(i) == apart.bytes_per_layer_block(i) for i in (0, 1, 8, 9))
     assert apart.bytes_per_layer_block(4) - config.bytes_per_layer_block(4) == 2 * BLOCK * 16
-    # Entries of a head do not share a scale. Blocks of one head have no pairs.
-    assert forms(make_config(layers=(dataclasses.replace(LAYERS[0], dtype="int4"),)), Apart) == (0,)
+    # Four bits as a TPU's kernels read them, where their scales divide a head. Blocks of one head have no pairs.
+    four_bits = jaxkv.LayerConfig(num_kv_heads=2, head_dim=96, dtype="int4")
+    for dim, multiple, form in ((96, 128, Nibbles), (96, 64, Apart), (80, 128, Apart), (128, 128, Nibbles)):
+        layers = (dataclasses.replace(four_bits, head_dim=dim),)
+        assert forms(make_config(layers=layers, head_dim_multiple=multiple), form) == (0,)
+        assert forms(make_config(False, layers=layers, head_dim_multiple=multiple), Apart) == (0,)
+    narrow = make_config(layers=(dataclasses.replace(four_bits, head_dim=64),), head_dim_multiple=128)
+    assert narrow.pool_shape(0) == (31, 1, 2, BLOCK, 128)
+    stored = make_config(layers=(four_bits,), head_dim_multiple=128)
+    assert stored.pool_shape(0) == (31, 1, 2, BLOCK, 128) and stored.scale_shape(0) == (31, 2, 2, BLOCK, 3)
     assert forms(make_config(layers=(dataclasses.replace(LAYERS[0], evict="head"),)), OneRow) == (0,)
     # Where nothing is padded there is nothing to spare.
     assert not forms(make_config(head_dim_multiple=1), OneRow, Pairs)
@@ -192,6 +200,13 @@ def test_which_kernels_read_it(platform):
     assert choice.implementation == {"tpu": "tpu"}.get(platform, "xla"), choice.reason
     assert platform != "cuda" or "join_kv=False" in choice.reason
     assert "Keys and values of 64 stand in one row of 128." in choice.reason
+    int4 = int8.replace(dtype="int4")
+    four_bits = jaxkv.explain(q, jaxkv.init(int4), platform=platform)
+    assert four_bits.implementation == choice.implementation
+    assert "Keys and values of 64 in four bits stand in one row of 128." in four_bits.reason
+    unread = jaxkv.explain(q, jaxkv.init(int4.replace(join_kv=False)), platform=platform)
+    assert unread.implementation == "xla"
+    assert platform != "tpu" or "give the cache join_kv=True" in unread.reason
     apart = jaxkv.explain(q, jaxkv.init(config.replace(join_kv=False)), platform=platform)
     assert "A head_dim of 64 is stored as 128." in apart.reason
     exact = jaxkv.explain(q, jaxkv.init(config.replace(head_dim_multiple=1)), platform="cpu")
@@ -221,3 +236,45 @@ def test_quantised_rows_go_to_either_form(join_kv, tmp_path):
         for row, place in enumerate(places):
             for actual, expected in zip(raw(one, place), rows[row], strict=True):
                 np.testing.assert_array_equal(actual, expected)
+
+
+def test_four_bits_in_one_row_are_those_of_two(tmp_path):
+    """What is attended to and read is the same to the bit, and goes to either form, by a file and to another cache."""
+    layers = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=32, dtype="int4"),)
+    fields = {"layers": layers, "head_dim_multiple": 128, "num_blocks": 6, "block_size": 8}
+    configs = [make_config(join_kv, **fields) for join_kv in (True, False)]
+    k, v, q = (normal(seed, ROWS, 12, heads, 32) for seed, heads in ((1, 2), (2, 2), (3, HEADS)))
+
+    @jax.jit
+    def attend(cache):
+        cache = jaxkv.extend(jaxkv.append(cache, k[None, :, :9], v[None, :, :9], [9, 4, 0]), [3, 1, 0])
+        return jaxkv.attention(q[:, 9:], k[:, 9:], v[:, 9:], cache, layer=0)
+
+    def raw(cache):
+        return jax.device_get(jaxkv.gather(cache, 0, layer=0, raw=True))
+
+    (out, together), (expected, apart) = (attend(jaxkv.init(config)) for config in configs)
+    assert together.pools[0].kv.shape[1] == 1 and apart.pools[0].kv.shape[1] == 2
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+    found = [together]
+    for cache, other in ((together, configs[1]), (apart, configs[0])):
+        jaxkv.save(tmp_path / "rows", cache)
+        found += [jaxkv.load(tmp_path / "rows", other), jaxkv.send(cache, [0], to=jaxkv.init(other))]
+    for one in found:
+        for actual, wanted in zip(raw(one), raw(apart), strict=True):
+            np.testing.assert_array_equal(actual, wanted)
+
+
+@skip_by_day("by day test_kinds computes gradients of scales in groups")
+def test_gradients_of_four_bits_in_one_row():
+    layers = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=32, dtype="int4"),)
+    k, v, q = (normal(seed, ROWS, 5, heads, 32) for seed, heads in ((1, 2), (2, 2), (3, HEADS)))
+
+    def loss(q, join_kv):
+        config = make_config(join_kv, layers=layers, head_dim_multiple=128)
+        cache = jaxkv.extend(jaxkv.init(config), [5, 3, 0])
+        return (jaxkv.attention(q, k, v, cache, layer=0)[0] ** 2).sum()
+
+    together, apart = (jax.grad(loss)(q, join_kv) for join_kv in (True, False))
+    assert np.abs(apart).max() > 0.1
+    np.testing.assert_allclose(together, apart, atol=1e-5)

@@ -51,7 +51,7 @@ BAD_ATTENTION = BAD | {
         lambda i: (
             INT8_ROWS | {"kind": "int4", "kv": i.kv[:, :1].astype(jnp.uint8), "kv_scale": jnp.ones((7, 2, 2, 16))}
         ),
-        r"one for every 32 entries of a head, \(7, 1, 2, 16, 2\), not \(7, 2, 2, 16\)",
+        r"one for every 32 entries of a head, .7, 1, 2, 16, 2. \(or \(7, 2, 2, 16, 1\), where .*, not \(7, 2, 2, 16\)",
     ),
     "scale's shape": (lambda i: {"scale": jnp.ones(4)}, r"scale must be a number or a scalar array.*\(4,\)"),
     "scale 0": (lambda i: {"scale": 0.0}, r"scale must be a finite number above 0, not 0.0"),

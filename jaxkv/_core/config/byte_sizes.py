@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.config.kv_packing import Apart, OneRow, Pairs
+from jaxkv._core.config.kv_packing import Apart, Nibbles, OneRow, Pairs
 from jaxkv._core.config.layer_config import kind_of
 from jaxkv._core.config.layer_groups import Groups
 from jaxkv._core.config.validation import is_tracing
 from pallas_kernels.common.quantization import FORMATS, StorageFormat
 from pallas_kernels.common.rotation import rotate
+
+LANES = 128  # of a TPU: there four bits are stored as its kernels read them
 
 
 class ByteSizes(Groups):
@@ -45,10 +47,12 @@ class ByteSizes(Groups):
     def form(self, layer: int) -> Apart:
         """Returns how keys and values are packed into the rows of a layer's pool; see `join_kv`."""
         found, kind = self.layer_config(layer), self.kind(layer)
+        if kind.group_size is not None:
+            fills = self.head_dim_multiple % LANES == 0 and found.head_dim % kind.group_size == 0
+            in_bytes = self.join_kv and fills and found.row_rank is None
+            return Nibbles(found.head_dim) if in_bytes else Apart(found.row_dim)
         is_padded = self._padded(2 * found.head_dim) < 2 * self._padded(found.head_dim)
-        if (
-            not self.join_kv or not is_padded or found.row_rank is not None or kind.group_size is not None
-        ):  # scales within heads
+        if not self.join_kv or not is_padded or found.row_rank is not None:
             return Apart(found.row_dim)
         heads = self.stored_heads(layer)[1]
         in_pairs = self.join_kv != "head" and not kind.is_quantized and heads % 2 == 0
@@ -62,7 +66,7 @@ class ByteSizes(Groups):
     def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
         """Returns `[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in
         int4. With pairs of heads `[num_blocks + 1, 2, K / 2, block_size, 2 D]`; with a head's keys and values in one
-        row `[num_blocks + 1, 1, K, block_size, 2 D]`, 2 D rounded up; for a latent layer
+        row `[num_blocks + 1, 1, K, block_size, 2 D]`, 2 D rounded up, half of that in int4; for a latent layer
         `[num_blocks + 1, 1, 1, block_size, D]`; with values of another width `[num_blocks + 1, 1, K, block_size, D]`,
         D being both widths together, rounded up. K is 1 in a layer that evicts by heads."""
         return (self.group_blocks[self.group(layer)] + 1, *self._block_shape(layer))
@@ -157,8 +161,11 @@ class ByteSizes(Groups):
         return sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in parts if shape is not None)
 
     def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
-        parts, heads, width = self.form(layer).row_shape(*self.stored_heads(layer))
-        return (parts, heads, self.block_size, self.kind(layer).stored_dim(self._padded(width)))
+        form, kind = self.form(layer), self.kind(layer)
+        parts, heads, width = form.row_shape(*self.stored_heads(layer))
+        # Rows that pack two are padded as they are stored: in four bits to whole bytes of lanes.
+        stored = self._padded(kind.stored_dim(width)) if form.joins else kind.stored_dim(self._padded(width))
+        return (parts, heads, self.block_size, stored)
 
     def _evicts_by_heads(self, layer: int) -> bool:
         return self.layer_config(self.owner(layer)).evict == "head"

@@ -56,9 +56,10 @@ class CacheConfig(MadeLike):
       layout: "paged", or "contiguous": each row always has one block of `max_seq_len` tokens of its own.
       head_dim_multiple: the stored head_dim is rounded up to a multiple of this. Results never show the padding, but
         the padding takes memory. Default for the current platform: 128 on TPUs, 64 on NVIDIA GPUs, else 1.
-      join_kv: whether two pool rows that would be padded are stored as one, in all formats but int4. One row holds the
-        keys, or the values, of two heads if the layer has an even number of heads and is not quantized; else the
-        values and keys of one head. "head": always one head's; a mesh with a device for each head needs this.
+      join_kv: whether two pool rows that would be padded are stored as one. One row holds the keys, or the values, of
+        two heads if the layer has an even number of heads and is not quantized; else the values and keys of one head.
+        In int4 a byte holds a number of each, if head_dim is a multiple of 32 and `head_dim_multiple` of 128.
+        "head": always one head's; a mesh with a device for each head needs this.
         Default: True on TPUs, where a head_dim of 64 or less then takes half the memory.
       stacked: whether equal layers are stored in one array, so that a `jax.lax.scan` over layers carries the array in
         place (`pools`, and with recurrent layers `states` and `state_slots`); `layer` may then be traced. Without a

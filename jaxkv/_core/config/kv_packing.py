@@ -1,9 +1,11 @@
 """Packing of a token's keys and values into the rows of a layer's pool.
 
 A TPU stores rows of 128 lanes: with a head_dim of 64 half of every row would be padding. Two such rows are packed into
-one instead: the keys, or the values, of two heads (`Pairs`), or the values and keys of one head (`OneRow`). Kernels
-know neither. They read `Pairs` as a pool with half the heads, twice as wide, and queries that are 0 at the other head's
-entries; and `OneRow` as a pool of latent rows, whose first entries are the values. `CacheConfig.form` chooses.
+one instead: the keys, or the values, of two heads (`Pairs`), or the values and keys of one head (`OneRow`). Four bits
+would leave half of every row empty with a head_dim of 128, too: a byte holds a number of a head's values and one of its
+keys (`Nibbles`). Kernels know none of them. They read `Pairs` as a pool with half the heads, twice as wide, and queries
+that are 0 at the other head's entries; and the others as a pool of latent rows, whose first entries are the values.
+`CacheConfig.form` chooses.
 """
 
 from typing import Any
@@ -12,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.common.quantization import pack_nibbles, unpack_nibbles
 from pallas_kernels.common.xla_cpu import side_by_side
 
 
@@ -114,6 +117,23 @@ class OneRow(Apart):
 
     def pack_queries(self, q: jax.Array, num_kv_heads: int) -> jax.Array:
         return jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(q.shape[-1], 0)])
+
+
+class Nibbles(OneRow):
+    """A head's values and keys in one row as its format makes it of both side by side: in the low and the high bits of
+    the same bytes. Both are of numbers as they are stored. Scales stay apart, `[.., 2, K, block_size, G]`."""
+
+    @property
+    def description(self) -> str:
+        return f"Keys and values of {self.head_dim} in four bits"
+
+    def pack(self, kv: Any, axis: int) -> Any:
+        numpy = np if isinstance(kv, np.ndarray) else jnp
+        return pack_nibbles(*numpy.split(kv, 2, axis=axis))
+
+    def unpack(self, kv: Any, axis: int) -> Any:
+        numpy = np if isinstance(kv, np.ndarray) else jnp
+        return numpy.concatenate(unpack_nibbles(kv[..., : self.head_dim]), axis=axis)
 
 
 class Pairs(Apart):
