@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpu_works import CHIPS, FORMS, HEADS, MODELS, WORKS, Work, stand_ins
 
 import jaxkv
-from jaxkv._core.config.kv_packing import Apart, OneRow, Pairs
+from jaxkv._core.config.kv_packing import Apart, Nibbles, OneRow, Pairs
 from jaxkv.models import Decoder, DecoderConfig, Rope
 from pallas_kernels import SHAPES, AttentionShape, testing, tpu
 from pallas_kernels.api import cascade
@@ -92,12 +92,14 @@ def step_program(work: Work, copies_only: bool, layers: int, array: Callable[...
     """One step of `layers` layers, from q, k and v to the output; with its plan, and how many parts a pool has."""
     shape = (SHAPES | {name: AttentionShape(*heads, 128, 1) for name, heads in HEADS.items()})[work.shape]
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    format = find_format(work.kind)
     form = {False: Apart, "head": OneRow, True: Pairs}[FORMS[work.form]](shape.head_dim)
+    form = form if format.group_size is None else Nibbles(shape.head_dim)
     rank = shape.rank or form.rank
-    parts, pool_heads, width = form.block(2 if shape.rank is None else 1, kv_heads)
-    head_dim = -(-width // 128) * 128
+    parts, pool_heads, width = form.row_shape(2 if shape.rank is None else 1, kv_heads)
+    head_dim = -(-format.stored_dim(width) // 128) * 128
     blocks = work.table // work.block_size
-    storage = "bfloat16" if work.kind is None else str(find_format(work.kind).storage_dtype)
+    storage = "bfloat16" if work.kind is None else str(format.storage_dtype)
     # Several times what is read, or XLA moves the whole pool into vector memory first; but one that large it cannot.
     read = work.rows * blocks
     num_blocks = max(4096, min(2 * read, max(read, 2**16))) + 1
@@ -120,15 +122,15 @@ def step_program(work: Work, copies_only: bool, layers: int, array: Callable[...
             return {} if scale is None else {"kv_scale": scale, "kind": work.kind}
 
         kv, scale = pools[0]
-        k, v = form.new(k, v) if shape.rank is None else (k, None)
+        k, v = form.pack_kv(k, v) if shape.rank is None else (k, None)
         if work.kernel == "write":
             return testing.run(tpu.write_kv, kv, k, v, tables, lengths, new, **known, **quantised(scale))
         if work.kernel == "prefill" and not work.layer:
-            q = form.queries(q, pool_heads)
+            q = form.pack_queries(q, pool_heads)
             return testing.run(tpu.paged_attention, q, kv, tables, lengths, new, **options, **quantised(scale))
         written = []
         for kv, scale in pools:
-            q = form.queries(q, pool_heads)
+            q = form.pack_queries(q, pool_heads)
             step = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, **options, **quantised(scale))
             if work.prefix is None:
                 q, kv = testing.run(tpu.write_and_attend, **step)
@@ -136,12 +138,12 @@ def step_program(work: Work, copies_only: bool, layers: int, array: Callable[...
                 call = bundle_call(**step, shared=shared)
                 q, stored = cascade.read_once(tpu.write_and_attend, tpu.paged_attention, call)
                 kv = stored.pools
-            q = form.outputs(q, pool_heads)
+            q = form.unpack_outputs(q, pool_heads)
             written.append(kv)
         return q, written
 
-    scales = find_format(work.kind).scale_shape(pool.shape, shape.head_dim, rank, form.rank is not None)
-    scale = None if work.kind is None else array(*scales, dtype="float32")
+    scales = format.scale_shape(pool.shape, shape.head_dim, rank, form.rank is not None)
+    scale = None if work.kind is None else array(*scales, dtype=str(format.scale_dtype))
     arguments = (q, k, k, [(pool, scale)] * layers, tables, counts, counts, array(4, work.rows, dtype="int32"))
     donated = () if work.kernel == "prefill" and not work.layer else 3
     return jax.jit(program, donate_argnums=donated).lower(*arguments), plan, parts

@@ -84,6 +84,17 @@ WORKS = {
     "decode 8 x 1024, int8": Work("decode", rows=8, context=1024, kind="int8"),
     "decode 32 x 1024, int8": Work("decode", rows=32, context=1024, kind="int8"),
     "decode 64 x 128, int8": Work("decode", rows=64, context=128, kind="int8"),
+    **{
+        f"{name}, int4": work._replace(kind="int4")
+        for name, work in {
+            "decode 8 x 1024": Work("decode", rows=8, context=1024),
+            "decode 64 x 128": Work("decode", rows=64, context=128),
+            "write of 1,024 tokens": Work("write", tokens=1024),
+            "write of 32 rows' tokens": Work("write", rows=32),
+            "prefill of 1,024 tokens": Work("prefill", tokens=1024),
+        }.items()
+    },
+    **{f"decode 8 x 4096, {kind}": Work("decode", rows=8, context=4096, kind=kind) for kind in ("int8", "int4")},
     "decode 8 x 1024, float8_e4m3fn": Work("decode", rows=8, context=1024, kind="float8_e4m3fn"),
     "prefill of 1,024 tokens, float8_e4m3fn": Work("prefill", tokens=1024, kind="float8_e4m3fn"),
     "write of 1,024 tokens, int8": Work("write", tokens=1024, kind="int8"),

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.batch import SoftmaxOptions, StoredKV
 from pallas_kernels.common.masks import ALL
+from pallas_kernels.tpu import nibbles
 from pallas_kernels.tpu.pages import (
     LANES,
     MASKED,
@@ -69,7 +70,7 @@ def decode(
     """Attention of one token per row, the last of the row's `limits` tokens.
 
     Args:
-      q: `[S, H, D']`, padded to the pool's head_dim.
+      q: `[S, H, D']`, padded to the pool's head_dim; for four bits `[S, H G, D']`, see `nibbles.spread_queries`.
       stored: the pool; its scales are of float32.
       tables: `i32[S, M]`, in range.
       limits: `i32[S]`, tokens of each row; 0 for rows to skip.
@@ -77,7 +78,7 @@ def decode(
         are put together in order in any case.
       window_mask: how far back the token sees.
       new_kv: `[S, 2, K, D']`, what to write at position `limits - 1` first, in the pool's dtype; for a quantized pool
-        as it came.
+        as it came. For four bits keys and values are apart.
       targets: `i32[S]`, the block to write it to; 0: nowhere.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
@@ -92,10 +93,12 @@ def decode(
     value_dim = head_dim if rank is None else -(-rank // LANES) * LANES
     kv_scale = scales_along_lanes(stored)
     fused, scaled = new_kv is not None, kv_scale is not None
+    groups = nibbles.count_groups(stored)
+    query_rows, heads = heads, heads // groups
     pages = Pages.plan(kv, tables, window_mask, step_tokens or segment_tokens(kv), deterministic)
     segments = segments_per_step(kv, rows, pages)
-    block = block_rows(rows, heads, num_kv_heads, head_dim, q.dtype.itemsize)
-    need = decode_bytes(rows, heads, kv, tables, q.dtype, step_tokens, deterministic)
+    block = block_rows(rows, query_rows, num_kv_heads, head_dim, q.dtype.itemsize)
+    need = decode_bytes(rows, heads, kv, tables, q.dtype, step_tokens, deterministic, groups)
     blocks = -(-rows // block)
     limits = jnp.pad(limits, (0, blocks * block - rows))
     targets = limits if targets is None else jnp.pad(targets, (0, blocks * block - rows))
@@ -110,7 +113,7 @@ def decode(
         return pl.BlockSpec((block, *shape), lambda block, *_: (block, *(0 for _ in shape)))
 
     pool = pl.BlockSpec(memory_space=pltpu.HBM)
-    inputs = [(q, per_block(heads, head_dim))]
+    inputs = [(q, per_block(query_rows, head_dim))]
     outputs = [(output((rows, heads, value_dim), q.dtype, q, kv), per_block(heads, value_dim))]
     scratch = [
         *page_buffers(kv, kv_scale, segments * pages.pages_per_step, pages.page_size, SLOTS),
@@ -134,7 +137,7 @@ def decode(
             scratch += [pltpu.VMEM((segments, *x.shape[1:3], *tile), x.dtype), pltpu.SemaphoreType.DMA(())]
         if scaled:
             scratch += [
-                pltpu.VMEM((block, *kv.shape[1:3], head_dim), jnp.int32),
+                pltpu.VMEM((block, *kv.shape[1:3], head_dim), jnp.int32),  # of four bits both in one
                 pltpu.VMEM((block, *kv_scale.shape[1:3], LANES), jnp.float32),
             ]
     inputs += [(in_hbm(x, interpret), pool) for x in (kv, kv_scale) if x is not None]
@@ -212,17 +215,25 @@ def _is_wide(kv) -> bool:
 
 
 def decode_bytes(
-    rows: int, heads: int, kv, tables, dtype=None, step_tokens: int | None = None, deterministic: bool = False
+    rows: int,
+    heads: int,
+    kv,
+    tables,
+    dtype=None,
+    step_tokens: int | None = None,
+    deterministic: bool = False,
+    groups: int = 1,
 ) -> int:
-    """Vector memory that the kernel takes, at most: all that it can be asked for. `dtype`: of queries."""
+    """Vector memory that the kernel takes, at most: all that it can be asked for. `dtype`: of queries; `groups`: of a
+    head's entries, with a scale each."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
     dtype = dtype or kv.dtype
     pages = Pages.plan(kv, tables, ALL, step_tokens or segment_tokens(kv), deterministic)
     segments = segments_per_step(kv, rows, pages)
-    block = block_rows(rows, heads, num_kv_heads, head_dim, dtype.itemsize)
+    block = block_rows(rows, heads * groups, num_kv_heads, head_dim, dtype.itemsize)
     ahead = [((segments * pages.pages_per_step, parts, num_kv_heads, pages.page_size, head_dim), kv.dtype)]
     twice = [
-        ((block, heads, head_dim), dtype),
+        ((block, heads * groups, head_dim), dtype),
         ((block, heads, head_dim), dtype),
         ((block, parts, num_kv_heads, head_dim), kv.dtype),
         ((block, heads, LANES), jnp.float32),
@@ -236,9 +247,9 @@ def decode_bytes(
     if dtype == jnp.float32:  # products of which are those of three parts in bfloat16, of a head at a time
         once.append(((3, parts, pages.step_tokens, head_dim), jnp.bfloat16))
     if kv.dtype.itemsize == 1:  # scales: of pages, of the new tokens, and on their way back
-        scales = (2, num_kv_heads)
+        scales = (2, num_kv_heads * groups)
         ahead.append(((segments * pages.pages_per_step, *scales, pages.page_size), jnp.float32))
-        new = ((block, parts, num_kv_heads, head_dim), jnp.float32)  # as they come, and as they are stored
+        new = ((block, 2, num_kv_heads, head_dim), jnp.float32)  # as they come, and as they are stored
         twice.append(new)
         once += [new, ((block, *scales, LANES), jnp.float32), ((segments, *scales, LANES), jnp.float32)]
     slots = SLOTS * sum(vector_bytes(*x) for x in ahead)
@@ -452,20 +463,27 @@ def _attend(fetch, work, q_ref, first_row, logit_numbers, pages, stored: StoredK
 
     def scores(_, row, part, limit, buffer):
         parts = queries_by_scale(q_ref[row - first_row], stored)
-        return [_per_head(q, buffer[0], 0, stored, matmul, lanes) for q, lanes in parts]
+        return [_per_head(q, group, buffer[0], 0, stored, matmul, lanes) for q, lanes in parts]
 
     value_dim = out_sum_ref.shape[1]
+    by_group, groups, num_kv_heads = nibbles.has_groups(stored), nibbles.count_groups(stored), work[0][-1][0].shape[2]
+    group = max_ref.shape[0] // num_kv_heads
 
     def soften(parts, _, row, part, limit, buffer):
         logits, value_scales = parts[0], None
-        if stored.format.is_quantized:
+        if by_group:
+            lines = nibbles.read_group_scales(buffer[1], stored)
+            key_scales, value_scales = (nibbles.spread_lines(x, group, num_kv_heads) for x in lines)
+            logits = nibbles.sum_groups(logits * key_scales, num_kv_heads, groups)
+        elif stored.format.is_quantized:
             key_scales, value_scales = _read_all_scales(buffer[1], stored, logits.shape[0])
             logits = sum(x * scales for x, scales in zip(parts, key_scales, strict=True))
         logits = logits * knobs[0]
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits / knobs[1])
         start = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
-        position = pages.position(start + lax.broadcasted_iota(jnp.int32, logits.shape, 1), limit - 1)
+        place = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        position = pages.position(start + (nibbles.place_tokens(place) if by_group else place), limit - 1)
         seen = position < limit
         if pages.window_mask.ends:
             seen &= pages.window_mask.covers(position, pages.window_mask.first(limit - 1))
@@ -473,10 +491,12 @@ def _attend(fetch, work, q_ref, first_row, logit_numbers, pages, stored: StoredK
         highest = jnp.broadcast_to(jnp.max(logits, axis=1, keepdims=True), max_ref.shape)
         weights = jnp.exp(logits - _as_wide(highest, logits))
         total = jnp.broadcast_to(jnp.sum(weights, axis=1, keepdims=True), sum_ref.shape)
+        if by_group:
+            weights = nibbles.repeat_heads(weights, num_kv_heads, groups)
         return highest, total, weights if value_scales is None else weights * value_scales
 
     def accumulate(so_far, highest, weights_sum, weights, there, row, part, limit, buffer):
-        out = _per_head(weights.astype(q_ref.dtype), buffer[0], 1, stored, matmul, slice(0, value_dim))
+        out = _per_head(weights.astype(q_ref.dtype), group, buffer[0], 1, stored, matmul, slice(0, value_dim))
         begins = there & (part == 0)
         high, total, out_sum = (lax.select(begins, new, old) for new, old in zip(nothing, so_far, strict=True))
         now = jnp.maximum(high, highest)
@@ -523,26 +543,37 @@ def _read_all_scales(buffer, stored: StoredKV, num_heads):
     return [spread([keys for (keys,), _ in of_heads])], spread([values for _, values in of_heads])
 
 
-def _per_head(x, buffer, which, stored: StoredKV, matmul, lanes):
+def _per_head(x, group, buffer, which, stored: StoredKV, matmul, lanes):
     """The products of each head's rows of `x` and these lanes of its keys (0) or values (1), one below the other.
 
     Two heads meet in one product, side by side, where that fills the matrix unit's columns; of the four parts of its
-    result two are kept. What comes of one head's NaN stays in its own columns.
+    result two are kept. What comes of one head's NaN stays in its own columns. Rows of `x` are `group` of each head; of
+    four bits those of two heads together for each group of entries.
     """
     num_pages, parts, num_kv_heads, page_size, head_dim = buffer.shape
-    tokens, group = num_pages * page_size, x.shape[0] // num_kv_heads
+    tokens = num_pages * page_size
     width = tokens if which == 0 else lanes.stop
-    pair = 2 if num_kv_heads % 2 == 0 and width == LANES else 1
+    contract = _CONTRACT_MINOR if which == 0 else _CONTRACT_INNER
+    fills = num_kv_heads % 2 == 0 and width == LANES
+    pair = nibbles.heads_together(num_kv_heads) if fills or nibbles.has_groups(stored) else 1
+    rows = x.shape[0] // num_kv_heads * pair
     results = []
     for head in range(0, num_kv_heads, pair):
         heads = [buffer[:, min(which, parts - 1), head + i].reshape(tokens, head_dim) for i in range(pair)]
         theirs = [widen(numbers[:, lanes], stored.format, x.dtype, which) for numbers in heads]
-        contract = _CONTRACT_MINOR if which == 0 else _CONTRACT_INNER
-        result = matmul(x[head * group : (head + pair) * group], jnp.concatenate(theirs, axis=which), contract)
+        own = x[head // pair * rows : (head // pair + 1) * rows]
+        if pair == 1 or fills:
+            result = matmul(own, jnp.concatenate(theirs, axis=which), contract)
+            each = [result[:, i * width : (i + 1) * width] for i in range(pair)]
+        else:
+            each = [matmul(own, numbers, contract) for numbers in theirs]
+        if which == 1 and nibbles.has_groups(stored):
+            groups = nibbles.count_groups(stored)
+            each = [nibbles.pick_lanes(products, groups, stored.format.group_size) for products in each]
         if pair == 2:
-            first = lax.broadcasted_iota(jnp.int32, (2 * group, width), 0) < group
-            result = jnp.where(first, result[:, :width], result[:, width:])
-        results.append(result)
+            row = lax.broadcasted_iota(jnp.int32, each[0].shape, 0)
+            each = [jnp.where(lax.rem(row, jnp.int32(2 * group)) < group, *each)]
+        results += each
     return jnp.concatenate(results)
 
 
@@ -554,8 +585,14 @@ def _encode(new_ref, numbers_ref, scales_ref, stored: StoredKV):
     @pl.loop(0, rows // some)
     def _(i):
         these = pl.ds(i * some, some)
-        numbers_ref[these], scales = quantize(new_ref[these], stored)
+        numbers, scales = quantize(new_ref[these], stored)
         wide = [jnp.broadcast_to(x[..., None], (*x.shape, LANES)) for x in scales]
+        if nibbles.has_groups(stored):
+            numbers_ref[these] = nibbles.pack_codes(numbers[:, :1], numbers[:, 1:])
+            lines = [x[:, :, head : head + 1] for head in range(numbers.shape[2]) for x in wide]
+            scales_ref[these] = jnp.concatenate(lines, axis=2)
+            return
+        numbers_ref[these] = numbers
         scales_ref[these] = jnp.concatenate(wide, axis=1 if stored.is_packed else 2)
 
 

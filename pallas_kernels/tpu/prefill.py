@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.batch import SoftmaxOptions, StoredKV
 from pallas_kernels.common.masks import ALL, WindowMask, is_visible
+from pallas_kernels.tpu import nibbles
 from pallas_kernels.tpu.decode import Softmax, page_buffers
 from pallas_kernels.tpu.head_transpose import Words, to_heads, to_tokens
 from pallas_kernels.tpu.pages import (
@@ -133,7 +134,8 @@ def prefill(
     # With a token mask the walk begins at a key: as that of a query which sees no other.
     window_mask = window_mask if token_mask is None else WindowMask(1, None, window_mask.sink_tokens)
     pages, part_pages = plan_steps(kv, tables, window_mask, step_tokens, deterministic)
-    need = prefill_bytes(tile_tokens, num_heads, kv, tables, q.dtype, step_tokens, deterministic)
+    groups = nibbles.count_groups(stored)
+    need = prefill_bytes(tile_tokens, num_heads, kv, tables, q.dtype, step_tokens, deterministic, groups)
     knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (options.scale, 1.0 if soft_cap is None else soft_cap)])
     factor, cap = (LOG2_E * knobs[0], knobs[1]) if soft_cap is None else (knobs[0] / knobs[1], LOG2_E * knobs[1])
     knobs = jnp.stack([factor, cap])
@@ -159,6 +161,9 @@ def prefill(
     arrays, in_specs = zip(*inputs, strict=True)
     out_shape, out_specs = zip(*outputs, strict=True)
     products = q.size // head_dim * tables.shape[1] * pages.block_size
+    lines = []
+    if nibbles.has_groups(stored):
+        lines = [pltpu.VMEM((pages.pages_per_step, *kv_scale.shape[1:3], pages.page_size), jnp.float32)]
     tokens, words = pltpu.VMEM((2, tile_tokens, num_heads, head_dim), q.dtype), Words.of(num_heads, q.dtype)
     results = pl.pallas_call(
         functools.partial(
@@ -189,6 +194,7 @@ def prefill(
                 pltpu.VMEM((num_kv_heads, 1, queries), jnp.float32),
                 pltpu.VMEM((num_kv_heads, 1, queries), jnp.float32),
                 pltpu.VMEM((num_kv_heads, head_dim, queries), jnp.float32),
+                *lines,
             ],
         ),
         out_shape=out_shape,
@@ -211,9 +217,17 @@ def plan_steps(kv, tables, window_mask: WindowMask, step_tokens: int, determinis
 
 
 def prefill_bytes(
-    tile_tokens: int, heads: int, kv, tables, dtype=None, step_tokens: int = STEP_TOKENS, deterministic: bool = False
+    tile_tokens: int,
+    heads: int,
+    kv,
+    tables,
+    dtype=None,
+    step_tokens: int = STEP_TOKENS,
+    deterministic: bool = False,
+    groups: int = 1,
 ) -> int:
-    """Vector memory that the kernel takes, at most: all that it can be asked for. `dtype`: of queries."""
+    """Vector memory that the kernel takes, at most: all that it can be asked for. `dtype`: of queries; `groups`: of a
+    head's entries, with a scale each."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
     dtype = dtype or kv.dtype
     queries = heads // num_kv_heads * tile_tokens
@@ -229,7 +243,7 @@ def prefill_bytes(
         ((8, queries), jnp.int32),  # token_masks
     ]
     if kv.dtype.itemsize == 1:
-        twice.append(((pages.pages_per_step, 2, num_kv_heads, pages.page_size), jnp.float32))
+        twice.append(((pages.pages_per_step, 2, num_kv_heads * groups, pages.page_size), jnp.float32))
         twice.append(((pages.step_tokens, head_dim), jnp.float32))  # keys and values of a head, widened
     words = Words.of(heads, dtype)
     once: list = [words.by_head(num_kv_heads, queries, head_dim), words.by_token(tile_tokens, head_dim)]
@@ -268,7 +282,7 @@ def _kernel(
     out_hbm = given.pop(0)
     lse_ref: Any = given.pop(0) if lse else None
     buffers = [(given.pop(0), given.pop(0)) for _ in range(streams)]
-    next_slot, q_buffers, out_buffers, moved, words_ref, by_head, max_ref, sum_ref, out_sum_ref = given
+    next_slot, q_buffers, out_buffers, moved, words_ref, by_head, max_ref, sum_ref, out_sum_ref, *lines = given
     words = Words.of(q_buffers.shape[2], q_buffers.dtype)
     group = q_buffers.shape[2] // by_head.shape[0]
 
@@ -329,6 +343,10 @@ def _kernel(
         await_pages(buffers, slot, coming)
         if not stored.format.is_quantized:
             pages.hide_values(buffers[0][0].at[slot], start, limit, i, steps, half)
+        for line in lines:  # of four bits, once for all heads
+            for page in range(pages.pages_per_step):
+                for which, x in enumerate(nibbles.read_page_scales(buffers[1][0].at[slot, page], stored)):
+                    line[page, which] = x
         first_key = (pages.first(start) + i * pages.pages_per_step) * pages.page_size
         parts = pages.pages_per_step // part_pages
 
@@ -342,7 +360,10 @@ def _kernel(
             _attend(
                 _Tile(words, tile_tokens, pages, stored, soft_cap, lse),
                 by_head,
-                [to.at[slot, pl.ds(at, parts * count)] for to, _ in buffers],
+                [
+                    *(to.at[slot, pl.ds(at, parts * count)] for to, _ in buffers),
+                    *(line.at[pl.ds(at, parts * count)] for line in lines),
+                ],
                 first_key + at * pages.page_size,
                 start,
                 knobs,
@@ -427,17 +448,30 @@ def _attend(tile: _Tile, q_ref, buffers, start, query_start, knobs, parts, mask_
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     matmul = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     ones = jnp.ones((sublanes(dtype), tokens), dtype)
+    by_group = nibbles.has_groups(stored)
     if sure < tokens:
         shape = (tokens - sure, wide)
-        key = pages.position(start + sure + lax.broadcasted_iota(jnp.int32, shape, 0), query_start)
+        place = lax.broadcasted_iota(jnp.int32, shape, 0)
+        place = nibbles.place_tokens(place) if by_group else place
+        key = pages.position(start + sure + place, query_start)
         lane = lax.broadcasted_iota(jnp.int32, shape, 1)
 
     def pages_of(part, which=0):
         return buffers[which].at[pl.ds(part * part_pages, part_pages)]
 
+    def scale_numbers(numbers, part, head, which):
+        scales = nibbles.spread_scales(pages_of(part, 2), which, head, stored, head_dim)
+        return numbers.astype(jnp.float32) * scales
+
+    def keys_of(part, head):
+        keys = widen(pages_of(part)[:, 0, head].reshape(tokens, head_dim), stored.format, dtype, 0)
+        return scale_numbers(keys, part, head, 0).astype(dtype) if by_group else keys
+
     def scores(part, head, at, width):
-        buffer = pages_of(part)
-        keys = widen(buffer[:, 0, head].reshape(tokens, head_dim), stored.format, dtype, 0)
+        if by_group and at > 0:  # the same for all queries, and much to compute
+            keys = held[part, id(head)]
+        else:
+            keys = held[part, id(head)] = keys_of(part, head)
         lines = pl.ds(at // words.numbers, width // words.numbers)
         parts = queries_by_scale(words.unpack(q_ref[head, lines]), stored)
         return [matmul(keys[:, lanes], q, _CONTRACT_MINOR) for q, lanes in parts]
@@ -448,7 +482,7 @@ def _attend(tile: _Tile, q_ref, buffers, start, query_start, knobs, parts, mask_
         return logits * jnp.concatenate([column] * -(-width // LANES), axis=1)[:, :width]
 
     def soften(part, head, at, width, products):
-        if stored.format.is_quantized:
+        if stored.format.is_quantized and not by_group:
             scales = read_scales(pages_of(part, 1), head, stored)[0]
             logits = sum(scaled(*x) for x in zip(products, scales, strict=True))
         else:
@@ -481,7 +515,10 @@ def _attend(tile: _Tile, q_ref, buffers, start, query_start, knobs, parts, mask_
     def values_of(part, head):
         buffer = pages_of(part)
         values = buffer[:, buffer.shape[1] - 1, head].reshape(tokens, head_dim)  # of latent rows the keys
-        if stored.format.is_quantized:
+        if by_group:
+            values = widen(values, stored.format, dtype, 1)
+            values = scale_numbers(values, part, head, 1).T.astype(dtype)
+        elif stored.format.is_quantized:
             scales = read_scales(pages_of(part, 1), head, stored)[1]
             values = (widen(values, stored.format, jnp.float32, 1).T * scales).astype(dtype)
         else:
@@ -496,15 +533,18 @@ def _attend(tile: _Tile, q_ref, buffers, start, query_start, knobs, parts, mask_
         if not exact:
             sum_ref[there] = shrink * sum_ref[there] + sums[head_dim : head_dim + 1]
 
+    held: dict = {}
     together = max(n for n in range(1, HEADS_TOGETHER + 1) if num_kv_heads % n == 0)
 
     @pl.loop(0, num_kv_heads // together)
     def _(some):
         # Several stages in flight, each of a head and some queries: the matrix unit works on the items before and
         # after the one whose softmax the vector unit works on.
+        held.clear()
+        heads = [some * together + head for head in range(together)]
         items = [
-            (part, some * together + head, at, min(wide, queries - at))
-            for part in range(parts) for head in range(together) for at in range(0, queries, wide)
+            (part, head, at, min(wide, queries - at))
+            for part in range(parts) for head in heads for at in range(0, queries, wide)
         ]  # fmt: skip
         logits: dict = {}
         for i in range(-AHEAD, len(items)):

@@ -17,9 +17,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.batch import StoredKV
 from pallas_kernels.common.quantization import StorageFormat
+from pallas_kernels.tpu import nibbles
 from pallas_kernels.tpu.pages import LANES
 
-FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2")
+FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")
 
 
 def widen(stored: jax.Array, format: StorageFormat, dtype: Any, which: int) -> jax.Array:
@@ -27,6 +28,8 @@ def widen(stored: jax.Array, format: StorageFormat, dtype: Any, which: int) -> j
     key's NaN stays in its own logit, and that is selected."""
     if not format.is_quantized:
         return stored
+    if format.group_size is not None:
+        return nibbles.widen_half(stored, which, dtype)
     if format.float8 is None:
         return format.from_bits(stored).astype(dtype)
     # tpu7x has the conversion, and for chips before it the compiler knows a shorter way than `from_bits`.
@@ -52,14 +55,20 @@ def encodable(dtype: Any) -> Any:
 
 
 def scales_along_lanes(stored: StoredKV):
-    """Returns scales as kernels have them, tokens last. Those of latent rows, `[num_blocks + 1, 1, 1, block_size, 2]`,
+    """Returns scales as kernels have them, tokens last. Those of four bits, `[num_blocks + 1, 2, K, block_size, G]`,
+    become `[num_blocks + 1, 2, K G, block_size]`. Those of latent rows, `[num_blocks + 1, 1, 1, block_size, 2]`,
     become `[num_blocks + 1, 1, 2, block_size]`, as which they lie in a TPU's memory anyway: nothing is copied."""
     scale = stored.scale
+    if scale is not None and nibbles.has_groups(stored):
+        return jnp.swapaxes(scale, -1, -2).reshape(*scale.shape[:2], -1, scale.shape[3])
     return scale if stored.half_rank is None or scale is None else jnp.swapaxes(scale[:, 0], -1, -2)
 
 
 def scales_as_given(scale, stored: StoredKV):
     """Returns what `scales_along_lanes` was given."""
+    if scale is not None and nibbles.has_groups(stored):
+        blocks, parts, _, block_size = scale.shape
+        return jnp.swapaxes(scale.reshape(blocks, parts, -1, nibbles.count_groups(stored), block_size), -1, -2)
     return scale if stored.half_rank is None or scale is None else jnp.swapaxes(scale, -1, -2)[:, None]
 
 
@@ -67,6 +76,8 @@ def quantize(x: jax.Array, stored: StoredKV) -> tuple[jax.Array, list[jax.Array]
     """Encodes by what a kernel can do: the numbers of `[..., D]` in 32 bits, each of their scales `[...]`. Those of
     packed rows are of keys first."""
     format, rank = stored.format, stored.latent_rank
+    if nibbles.has_groups(stored):
+        return nibbles.encode_groups(x, format, nibbles.count_groups(stored))
     if rank is None:
         numbers, scale = format.encode(x, jnp.dtype(jnp.float32))
         return numbers.astype(jnp.int32), [scale]

@@ -17,6 +17,7 @@ from pallas_kernels.common.masks import (
     tile_masks,
 )
 from pallas_kernels.common.ragged_layout import default_offsets, locate
+from pallas_kernels.tpu import nibbles
 from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, pad
 from pallas_kernels.tpu.prefill import make_tiles, prefill, prefill_bytes
@@ -55,7 +56,8 @@ def attend(
     options = dataclasses.replace(options, scale=options.logit_scale(head_dim))
     window_mask = WindowMask.from_spec(mask, tables.shape[1] * kv.shape[3])
 
-    flat = pad(q.reshape(-1, num_heads, head_dim), kv.shape[-1])
+    q = nibbles.own_queries(q, stored)
+    flat = pad(q.reshape(-1, num_heads, q.shape[-1]), kv.shape[-1])
     places = flat.shape[0]
     if q.ndim == 4:
         begin, query_lens = jnp.arange(rows, dtype=jnp.int32) * token_axes[1], jnp.minimum(query_lens, token_axes[1])
@@ -63,7 +65,8 @@ def attend(
         begin = default_offsets(query_lens) if query_starts is None else query_starts
     decodes = mask.causal or deterministic  # a step of one token a row does, and T must not matter
     single = (query_lens == 1) & decodes
-    size = tile_tokens(token_axes[-1], num_heads, kv, tables, q.dtype, deterministic)
+    groups = nibbles.count_groups(stored)
+    size = tile_tokens(token_axes[-1], num_heads, kv, tables, q.dtype, deterministic, groups)
     # Queries that are not the row's own have no position: their tiles only number them. They come as many.
     tiles = make_tiles(
         begin, kv_lens if mask.causal else query_lens, query_lens, single, places=places, tile_tokens=size
@@ -83,8 +86,11 @@ def attend(
         out = out[..., :width].reshape(*q.shape[:-1], width)
         return (out, by_token(lse, tiles, places).reshape(q.shape[:-1])) if options.return_lse else out
     at = jnp.clip(begin, 0, places - 1)
+    alone = flat[at]
+    if nibbles.has_groups(stored):
+        alone = nibbles.spread_queries(alone, stored, kv.shape[-1])
     alone, alone_lse, _ = decode(
-        flat[at], stored, tables, jnp.where(single, kv_lens, 0), options, window_mask=window_mask, **own
+        alone, stored, tables, jnp.where(single, kv_lens, 0), options, window_mask=window_mask, **own
     )
     at = jnp.where(single & (begin < places), begin, places)  # the others are dropped
     out = out[..., :width].at[at].set(alone[..., :width], mode="drop").reshape(*q.shape[:-1], width)
@@ -136,11 +142,15 @@ def decode_step(
     capacity = tables.shape[1] * block_size
     position = jnp.clip(kv_lens - query_lens, 0, capacity - 1)
     new_kv = targets = None
+    if nibbles.has_groups(stored):
+        q = nibbles.spread_queries(nibbles.own_queries(q, stored), stored, kv.shape[-1])
     if new is not None:
         block = jnp.take_along_axis(tables, position[:, None] // block_size, axis=1)[:, 0]
         targets = jnp.where((block > 0) & (block < kv.shape[0]), block, 0)
         tokens = jnp.stack([x[:, 0] for x in new if x is not None], axis=1)
         dtype = encodable(tokens.dtype) if stored.format.is_quantized else kv.dtype
+        if nibbles.has_groups(stored):
+            tokens = nibbles.split_tokens(new[0][:, 0], stored, kv.shape[-1], axis=1)
         new_kv = pad(tokens, kv.shape[-1]).astype(dtype)
     out, lse, stored = decode(
         pad(q[:, 0], kv.shape[-1]),
@@ -158,14 +168,15 @@ def decode_step(
     return (out, lse[:, None]) if options.return_lse else out, stored
 
 
-def tile_tokens(most: int, num_heads: int, kv, tables, dtype=None, deterministic: bool = False) -> int:
+def tile_tokens(most: int, num_heads: int, kv, tables, dtype=None, deterministic: bool = False, groups: int = 1) -> int:
     """Tokens of a tile: a power of two, so that its queries fill whole registers; no more than `most` needs. If
-    `deterministic`, they do not go by `most`, and are the fewer for it."""
+    `deterministic`, they do not go by `most`, and are the fewer for it. `groups`: as of `decode_bytes`."""
     group = num_heads // kv.shape[2]
     tokens = max(LANES // math.gcd(group, LANES), 16)
 
     def fits(tokens: int) -> bool:
-        return prefill_bytes(tokens, num_heads, kv, tables, dtype, deterministic=deterministic) <= VMEM_BYTES
+        need = prefill_bytes(tokens, num_heads, kv, tables, dtype, deterministic=deterministic, groups=groups)
+        return need <= VMEM_BYTES
 
     limits = TILE_PRODUCTS[:1] if deterministic else TILE_PRODUCTS
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.batch import Call, MaskSpec, StoredKV
 from pallas_kernels.common.masks import mask_refusal
+from pallas_kernels.tpu import nibbles
 from pallas_kernels.tpu.decode import BLOCK_ROWS, decode_bytes
 from pallas_kernels.tpu.pages import LANES, SMEM_ENTRIES, VMEM_BYTES, page_tile
 from pallas_kernels.tpu.prefill import max_tiles, prefill_bytes
@@ -28,6 +29,12 @@ def unsupported(op: str, call: Call) -> str | None:
             return f"The TPU kernels do not take {name}: leave implementation=None, and XLA runs it."
     if kv is None:
         return None
+    if stored.format.group_size is not None and not stored.is_packed:
+        return (
+            f"The TPU kernels read {stored.format.name} where a head's keys and values share their bytes: give the "
+            f"cache join_kv=True, head_dim_multiple={LANES} and a head_dim in multiples of {stored.format.group_size}, "
+            f"not latent rows, nor values of another width, or choose XLA."
+        )
     if kv.shape[-1] % LANES:
         return (
             f"The pool's head_dim of {kv.shape[-1]} is not a multiple of {LANES}, and a TPU would copy the whole pool: "
@@ -58,7 +65,8 @@ def unsupported(op: str, call: Call) -> str | None:
     if tables is None:
         return None
     deterministic = bool(call.options.deterministic)
-    need = vector_memory(q, kv, tables, deterministic)
+    groups = nibbles.count_groups(stored)
+    need = vector_memory(q, kv, tables, deterministic, groups)
     if need > VMEM_BYTES:
         return (
             f"{kv.shape[2]} KV heads of {kv.shape[-1]} in {kv.dtype} and what a kernel does with them take "
@@ -66,7 +74,7 @@ def unsupported(op: str, call: Call) -> str | None:
             f"may: shard the heads, or use bfloat16."
         )
     rows, blocks_per_row = tables.shape
-    entries = scalar_entries(q, kv, tables, call.mask.by_token or not call.mask.causal, deterministic)
+    entries = scalar_entries(q, kv, tables, call.mask.by_token or not call.mask.causal, deterministic, groups)
     if entries + rows * blocks_per_row > SMEM_ENTRIES:
         block_size, context = kv.shape[3], blocks_per_row * kv.shape[3]
         if entries + rows > SMEM_ENTRIES:
@@ -81,26 +89,29 @@ def unsupported(op: str, call: Call) -> str | None:
 
 
 def _quantized_refusal(q, stored: StoredKV) -> str | None:
-    if stored.scale is not None and stored.scale.dtype != jnp.float32:
-        return f"The TPU kernels read scales of float32, not {stored.scale.dtype}: cast them, or choose XLA."
+    if stored.scale is not None and stored.scale.dtype != stored.format.scale_dtype:
+        return (
+            f"The TPU kernels read {stored.format.name}'s scales in {stored.format.scale_dtype}, not "
+            f"{stored.scale.dtype}: cast them, or choose XLA."
+        )
     if q is not None and q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"The TPU kernels multiply {stored.format.name} with q in bfloat16 or float32, not {q.dtype}: cast q."
     return None
 
 
-def vector_memory(q, kv, tables, deterministic: bool = False) -> int:
+def vector_memory(q, kv, tables, deterministic: bool = False, groups: int = 1) -> int:
     """Bytes that the kernels of a step with queries like these need at once; what is not known is left out."""
     if q is None:
         return 0
     *tokens, heads, _ = q.shape
-    decodes = decode_bytes(tables.shape[0], heads, kv, tables, q.dtype, deterministic=deterministic)
+    decodes = decode_bytes(tables.shape[0], heads, kv, tables, q.dtype, deterministic=deterministic, groups=groups)
     if _is_decode(tokens):
         return decodes
-    tile = tile_tokens(tokens[-1], heads, kv, tables, q.dtype, deterministic)
-    return max(decodes, prefill_bytes(tile, heads, kv, tables, q.dtype, deterministic=deterministic))
+    tile = tile_tokens(tokens[-1], heads, kv, tables, q.dtype, deterministic, groups)
+    return max(decodes, prefill_bytes(tile, heads, kv, tables, q.dtype, deterministic=deterministic, groups=groups))
 
 
-def scalar_entries(q, kv, tables, token_masks: bool = False, deterministic: bool = False) -> int:
+def scalar_entries(q, kv, tables, token_masks: bool = False, deterministic: bool = False, groups: int = 1) -> int:
     """Integers that the kernels want in scalar memory at once, block tables aside."""
     if q is None:
         return 0
@@ -109,7 +120,7 @@ def scalar_entries(q, kv, tables, token_masks: bool = False, deterministic: bool
     decodes = 4 * (rows + BLOCK_ROWS)
     if _is_decode(tokens):
         return decodes
-    size = tile_tokens(tokens[-1], heads, kv, tables, q.dtype, deterministic)
+    size = tile_tokens(tokens[-1], heads, kv, tables, q.dtype, deterministic, groups)
     tiles = max_tiles(rows, math.prod(tokens), size)
     return max(decodes, (8 if token_masks else 4) * tiles)
 

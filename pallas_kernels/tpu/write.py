@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import xla
 from pallas_kernels.common.batch import PagedBatch, StoredKV
 from pallas_kernels.common.ragged_layout import default_offsets, locate
+from pallas_kernels.tpu import nibbles
 from pallas_kernels.tpu.pages import (
     SMEM_ENTRIES,
     SPILL_BYTES,
@@ -29,6 +30,7 @@ from pallas_kernels.tpu.pages import (
 )
 from pallas_kernels.tpu.quantize import encodable, quantize, scales_along_lanes, scales_as_given
 
+GROUP = 32  # entries of a head, in four bits
 PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
 RING_BYTES = 24 * 2**20  # of vector memory
 SLOTS = 8  # pages in flight
@@ -51,10 +53,14 @@ def write_kv(k, v, stored: StoredKV, batch: PagedBatch, *, interpret=False) -> S
     page_size = page_tokens(kv)
     token_axes, rows = k.shape[:-2], batch.block_tables.shape[0]
     fits = page_size is not None and 0 < 5 * max_runs(token_axes, rows, page_size) <= SMEM_ENTRIES
-    if quantized and not fits:
+    if quantized and (not fits or (nibbles.has_groups(stored) and not stored.is_packed)):
         return xla.write_kv(k, v, stored, batch)
     dtype = encodable(k.dtype) if quantized else kv.dtype
-    halves = [pad(x, kv.shape[-1]).astype(dtype) for x in ([k, v] if stored.latent_rank is None else [k])]
+    if nibbles.has_groups(stored):
+        halves = list(nibbles.split_tokens(k, stored, kv.shape[-1], axis=0))
+    else:
+        halves = [k, v] if stored.latent_rank is None else [k]
+    halves = [pad(x, kv.shape[-1]).astype(dtype) for x in halves]
     if not fits:
         return stored.replace(scatter(kv, halves, batch), stored.scale)
     runs = find_runs(kv, token_axes, batch, page_size)
@@ -81,8 +87,11 @@ def _slot_bytes(kv, page_size: int) -> int:
     """Of vector memory: new tokens, and the page before and after."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
     quantised = kv.dtype.itemsize == 1
-    fresh = vector_bytes((parts, page_size, num_kv_heads, head_dim), jnp.float32 if quantised else kv.dtype)
-    scales = 2 * vector_bytes((2, num_kv_heads, page_size), jnp.float32) if quantised else 0
+    may_group = kv.dtype == jnp.uint8 and parts == 1  # four bits: keys and values come apart, with scales of groups
+    lines = num_kv_heads * (max(1, head_dim // GROUP) if may_group else 1)
+    sources = (2 if may_group else parts, page_size, num_kv_heads, head_dim)
+    fresh = vector_bytes(sources, jnp.float32 if quantised else kv.dtype)
+    scales = 2 * vector_bytes((2, lines, page_size), jnp.float32) if quantised else 0
     return fresh + 2 * vector_bytes((parts, num_kv_heads, page_size, head_dim), kv.dtype) + scales
 
 
@@ -162,18 +171,18 @@ def write(stored: StoredKV, new, runs: Runs, *, page_size: int, interpret=False)
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(runs),
             grid=(1,),
-            in_specs=[hbm] * (parts + len(pools)),
+            in_specs=[hbm] * (len(new) + len(pools)),
             out_specs=[hbm] * len(pools),
             scratch_shapes=[
-                pltpu.VMEM((depth, parts, page_size, num_kv_heads, head_dim), new[0].dtype),
+                pltpu.VMEM((depth, len(new), page_size, num_kv_heads, head_dim), new[0].dtype),
                 *buffers,
                 pltpu.SemaphoreType.DMA((3, depth)),
             ],
         ),
         out_shape=[output(x.shape, x.dtype, x, *new) for x in pools],
-        input_output_aliases={len(runs) + parts + i: i for i in range(len(pools))},
+        input_output_aliases={len(runs) + len(new) + i: i for i in range(len(pools))},
         cost_estimate=pl.CostEstimate(
-            flops=0, transcendentals=0, bytes_accessed=2 * parts * new[0].size * new[0].dtype.itemsize
+            flops=0, transcendentals=0, bytes_accessed=2 * len(new) * new[0].size * new[0].dtype.itemsize
         ),
         compiler_params=compiler_params(write_bytes(kv)),
         interpret=interpret,
@@ -230,15 +239,23 @@ def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_
             def _(first=first):
                 these = pl.ds(first, some)
                 # Both in one block of code: while sums over lanes are under way for the one, the other is divided.
+                codes = []
                 for which in range(len(sources)):
                     # What is packed cannot be turned and then unpacked.
                     turned = jnp.swapaxes(fresh[slot, which, these].astype(jnp.float32), 0, 1)
                     numbers, scales = quantize(turned, stored)
                     of_numbers, of_scales = (merged for _, _, merged in pages)
+                    if nibbles.has_groups(stored):
+                        codes.append(numbers)
+                        lines = [x[head : head + 1] for head in range(numbers.shape[0]) for x in scales]
+                        of_scales[slot, which, :, these] = jnp.concatenate(lines).astype(of_scales.dtype)
+                        continue
                     of_numbers[slot, which, :, these] = numbers.astype(of_numbers.dtype)
                     lines = enumerate(scales) if stored.is_packed else [(which, jnp.concatenate(scales))]
                     for part, x in lines:
                         of_scales[slot, part, :, these] = x.astype(of_scales.dtype)
+                if codes:
+                    of_numbers[slot, 0, :, these] = nibbles.pack_codes(*codes).astype(of_numbers.dtype)
 
     def step(entry, _):
         slot = entry & (depth - 1)

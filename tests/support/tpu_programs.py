@@ -32,19 +32,20 @@ from pallas_kernels.tpu.write import write_bytes
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
 ROWS, BLOCKS_PER_ROW, BLOCK_SIZE = 8, 1024, 16
 INT8 = {"kind": "int8", "block_size": 128, "blocks_per_row": 128}
+INT4 = INT8 | {"kind": "int4", "joined": True}
 
 
 def devices(topology, bounds):
     return topologies.get_topology_desc(platform="tpu", topology_name=topology, chips_per_host_bounds=bounds).devices
 
 
-def vector_memory(text, q, kv, tables, deterministic=False):
+def vector_memory(text, q, kv, tables, deterministic=False, groups=1):
     """Of each kernel in a compiled program the vector memory that it takes, by the compiler and by the model."""
     heads, rows = q.shape[-2], tables.shape[0]
-    tile = tile_tokens(q.shape[-3], heads, kv, tables, q.dtype, deterministic)
+    tile = tile_tokens(q.shape[-3], heads, kv, tables, q.dtype, deterministic, groups)
     models = {
-        "decode": decode_bytes(rows, heads, kv, tables, q.dtype, deterministic=deterministic),
-        "prefill": prefill_bytes(tile, heads, kv, tables, q.dtype, deterministic=deterministic),
+        "decode": decode_bytes(rows, heads, kv, tables, q.dtype, deterministic=deterministic, groups=groups),
+        "prefill": prefill_bytes(tile, heads, kv, tables, q.dtype, deterministic=deterministic, groups=groups),
         "write": write_bytes(kv),
     }
     found = re.findall(r'%paged_(\w+)[.\d]* = .*?"used_scoped_memory_configs":\[{[^]]*?"size":"(\d+)"}\]', text)
@@ -74,7 +75,8 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     rows = tokens[0] if len(tokens) == 2 else ROWS
     heads = "x" if sharded else None
     head_dim = (2 if joined else 1) * shape.head_dim
-    rank, stored = shape.head_dim if joined else shape.rank, -(-head_dim // 128) * 128
+    rank, format = shape.head_dim if joined else shape.rank, find_format(kind)
+    stored = -(-format.stored_dim(head_dim) // 128) * 128
 
     def array(*axes, spec=(), dtype=dtype):
         return jax.ShapeDtypeStruct(axes, dtype, sharding=NamedSharding(mesh, P(*spec)))
@@ -82,11 +84,11 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     token_spec = (*(None for _ in tokens), heads)
     parts = 2 if rank is None else 1
     blocks = (max(rows, ROWS) * blocks_per_row + 1, parts, shape.num_kv_heads, block_size)
-    storage = dtype if kind is None else find_format(kind).storage_dtype
+    storage = dtype if kind is None else format.storage_dtype
     pool = {"kv": array(*blocks, stored, spec=(None, None, heads), dtype=storage)}
     if kind is not None:
-        scales = find_format(kind).scale_shape(blocks, head_dim, rank, joined)
-        pool["kv_scale"] = array(*scales, spec=(None, None, heads), dtype="float32")
+        scales = format.scale_shape(blocks, head_dim, rank, joined)
+        pool["kv_scale"] = array(*scales, spec=(None, None, heads), dtype=format.scale_dtype)
     q = array(*tokens, shape.num_heads, head_dim, spec=token_spec)
     k = array(*tokens, shape.num_kv_heads, head_dim, spec=token_spec)
     tables = array(rows, blocks_per_row, dtype="int32")
@@ -138,7 +140,11 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         "collectives": len(re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", text)),
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
         # Who reads for rows together sends other queries than these, and a device of several has fewer heads.
-        "vector memory": [] if cascade or sharded else vector_memory(text, q, pool["kv"], tables, deterministic),
+        "vector memory": []
+        if cascade or sharded
+        else vector_memory(
+            text, q, pool["kv"], tables, deterministic, rank // format.group_size if format.group_size else 1
+        ),
     }
 
 
@@ -172,6 +178,9 @@ def main(chip, everything=""):
                 "latent, mixed": ("deepseek-v3", "write_and_attend", (64,), {}),
                 "fused, joined, int8": ("llama3.2-1b", "write_and_attend", (ROWS, 1), INT8 | {"joined": True}),
                 "write of many tokens, int8": ("llama3-8b", "write_kv", (ROWS, 256), INT8),
+                "fused, int4": ("llama3-8b", "write_and_attend", (ROWS, 1), INT4 | {"layers": 2}),
+                "mixed, int4": ("llama3-8b", "write_and_attend", (64,), INT4),
+                "write of many tokens, int4": ("llama3-8b", "write_kv", (ROWS, 256), INT4),
             }
         if everything:
             programs |= {

@@ -66,7 +66,7 @@ CHIPS = {
 # longer than all the rest; a test asks them.
 KERNEL_FORMATS = {
     "gpu": ("int8", "float8_e4m3fn", "float8_e5m2"),
-    "tpu": ("int8", "float8_e4m3fn", "float8_e5m2"),
+    "tpu": ("int8", "float8_e4m3fn", "float8_e5m2", "int4"),
 }
 
 

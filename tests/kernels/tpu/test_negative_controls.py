@@ -249,8 +249,8 @@ CONTROLS = {
         PLAIN,
         Plant(
             "_per_head",
-            "jnp.where(first, result[:, :width], result[:, width:])",
-            "jnp.where(first, result[:, width:], result[:, :width])",
+            "jnp.where(lax.rem(row, jnp.int32(2 * group)) < group, *each)",
+            "jnp.where(lax.rem(row, jnp.int32(2 * group)) < group, *each[::-1])",
         ),
     ),
     "an LSE without the sum": (
@@ -510,8 +510,8 @@ CONTROLS |= {
         PLAIN,
         Plant(
             "attend",
-            "decode(flat[at], stored, tables, jnp.where(single, kv_lens, 0), options, window_mask=window_mask, **own)",
-            "decode(flat[at], stored, tables, jnp.where(single, kv_lens, 0), options, **own)",
+            "decode(alone, stored, tables, jnp.where(single, kv_lens, 0), options, window_mask=window_mask, **own)",
+            "decode(alone, stored, tables, jnp.where(single, kv_lens, 0), options, **own)",
         ),
     ),
     "sure of what the last token does not see": (
@@ -619,8 +619,8 @@ FIRST_TOKENS = {
         PLAIN,
         Plant(
             "_attend",
-            "pages.position(start + sure + lax.broadcasted_iota(jnp.int32, shape, 0), query_start)",
-            "pages.position(start + sure + lax.broadcasted_iota(jnp.int32, shape, 0), -1)",
+            "pages.position(start + sure + place, query_start)",
+            "pages.position(start + sure + place, -1)",
         ),
     ),
 }

@@ -7,14 +7,16 @@ import jax
 import numpy as np
 import pytest
 from interpreter import PLAIN, RACES
+from jax.experimental import pallas as pl
 from nightly import NIGHTLY
 from planting import Plant
 from test_negative_controls import SOURCES, broken
 
 import pallas_kernels
 from pallas_kernels import testing, tpu
-from pallas_kernels.common.quantization import FORMATS
+from pallas_kernels.common.quantization import FORMATS, pack_nibbles, unpack_nibbles
 from pallas_kernels.testing import Case
+from pallas_kernels.tpu import nibbles
 
 pytestmark = pytest.mark.timeout(240, method="thread")
 F32 = {"dtype": "float32", "stored_head_dim": 128, "block_size": 128}
@@ -24,6 +26,9 @@ LATENT_BF16 = {**LATENT, "dtype": "bfloat16"}
 # Keys and values joined: of several heads or one, in one register's lanes or two, with padding behind them or without.
 JOINED = {**F32, "scale": 0.1, "joined": True}
 JOINED_BF16 = {**JOINED, "dtype": "bfloat16"}
+# In four bits: several groups of entries or one, pairs of heads or not, with padding behind them or without.
+NIBBLES = {**JOINED, "stored_head_dim": 256}
+NIBBLES_BF16 = {**NIBBLES, "dtype": "bfloat16"}
 # Lengths around the borders of blocks, rows that are empty or not in the step; odd groups and head_dims.
 DECODE = {
     "int8": [
@@ -45,6 +50,14 @@ DECODE = {
         Case((130, 127), (1, 1), 4, 2, 128, **F32),
         Case((300, 5), (1, 1), 5, 1, 80, window=100, **BF16),
     ],
+    "int4": [
+        Case((129, 5), (1, 1), 2, 2, 128, rank=64, **NIBBLES),
+        Case((0, 129, 128, 300, 1, 127), (0, 1, 1, 1, 1, 0), 4, 2, 192, rank=96, **NIBBLES),
+        Case(
+            (255, 70), (1, 1), 8, 4, 256, rank=128, window=100, sink_tokens=4, soft_cap=30.0, sinks=True, **NIBBLES_BF16
+        ),
+        Case((300, 5), (1, 1), 7, 1, 64, rank=32, **{**NIBBLES, "block_size": 256}),
+    ],
 }
 MIXED = {
     "int8": [
@@ -62,6 +75,23 @@ MIXED = {
         Case((270, 20), (40, 3), 5, 1, 128, packed=True, window=90, sinks=True, **BF16),
         Case((270, 20), (40, 3), 5, 1, 128, rank=64, packed=True, window=90, **JOINED_BF16),
     ],
+    "int4": [
+        Case((300, 129, 40, 17), (150, 1, 40, 2), 4, 2, 256, rank=128, packed=True, padding=3, **NIBBLES),
+        Case(
+            (270, 20),
+            (40, 3),
+            5,
+            1,
+            192,
+            rank=96,
+            packed=True,
+            window=90,
+            sink_tokens=4,
+            sinks=True,
+            soft_cap=20.0,
+            **NIBBLES_BF16,
+        ),
+    ],
 }
 WRITES = [
     Case((128, 0, 129, 255, 300, 17, 127), (128, 0, 4, 127, 170, 1, 0), 2, 2, 128, packed=True, padding=3, **BF16),
@@ -69,6 +99,8 @@ WRITES = [
     Case((131, 0, 128), (5, 0, 128), 2, 1, 136, rank=72, packed=True, padding=3, **LATENT),
     Case((131, 0, 128), (5, 0, 128), 6, 3, 80, rank=40, packed=True, padding=3, **JOINED),
 ]
+
+NIBBLE_WRITES = [Case((131, 0, 128), (5, 0, 128), 6, 2, 256, rank=128, packed=True, padding=3, **NIBBLES)]
 
 
 def in_a_mode(cases, *by_day):
@@ -86,7 +118,7 @@ def in_a_mode(cases, *by_day):
 
 
 def stored(case, kind):
-    inputs, scale, held = testing.quantise(case, testing.make_inputs(case), kind)
+    inputs, scale, held = testing.quantise(case, testing.make_inputs(case), kind, FORMATS[kind].scale_dtype)
     return inputs, scale, held
 
 
@@ -98,7 +130,9 @@ def check(case, out, lse, held, **options):
 
 def assert_written(got, wanted):
     for a, b in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))  # a NaN equals a NaN
+        assert a.dtype == b.dtype
+        a, b = (np.asarray(x.astype("float32") if x.dtype == "bfloat16" else x) for x in (a, b))
+        np.testing.assert_array_equal(a, b)  # a NaN equals a NaN
 
 
 def check_decode(tpu, kind, case, mode):
@@ -154,13 +188,25 @@ def test_mixed(kind, case, mode):
     check_attention(tpu, kind, case, mode, **steps)
 
 
-@in_a_mode({"int8": WRITES}, ("int8", 0), ("int8", 3))
+@in_a_mode({"int8": WRITES, "int4": NIBBLE_WRITES}, ("int8", 0), ("int8", 3))
 def test_write(kind, case, mode):
     check_write(tpu, kind, case, mode)
 
 
 def check_float_decode(tpu, _, case, mode):
     check_decode(tpu, "float8_e4m3fn", case, mode)
+
+
+def check_nibble_decode(tpu, _, case, mode):
+    check_decode(tpu, "int4", case, mode)
+
+
+def check_nibble_attention(tpu, _, case, mode):
+    check_attention(tpu, "int4", case, mode)
+
+
+def check_nibble_write(tpu, _, case, mode):
+    check_write(tpu, "int4", case, mode)
 
 
 def check_float_attention(tpu, _, case, mode):
@@ -172,6 +218,8 @@ SMALL_LATENT = Case((129, 5), (1, 1), 2, 1, 136, rank=72, **LATENT)
 SMALL_LATENT_PREFILL = Case((300, 9), (20, 4), 2, 1, 136, rank=72, packed=True, **LATENT)
 SMALL_JOINED = Case((129, 5), (1, 1), 4, 2, 128, rank=64, **JOINED)
 SMALL_JOINED_PREFILL = Case((300, 9), (20, 4), 4, 2, 128, rank=64, packed=True, **JOINED)
+SMALL_NIBBLES = Case((129, 5), (1, 1), 4, 2, 128, rank=64, **NIBBLES)
+SMALL_NIBBLES_PREFILL = Case((300, 9), (20, 4), 4, 2, 128, rank=64, packed=True, **NIBBLES)
 SMALL_PREFILL = Case((300, 9), (20, 4), 2, 2, 128, packed=True, **F32)
 # name: (what to run, on which case, what is planted)
 CONTROLS = {
@@ -376,6 +424,70 @@ CONTROLS = {
         WRITES[3],
         Plant("_kernel", "of_scales[slot, part, :, these]", "of_scales[slot, 0, :, these]"),
     ),
+    "int4: values read as keys": (
+        check_nibble_decode,
+        SMALL_NIBBLES,
+        Plant("widen_half", "(-3, 5) if which == 1 else (1, 9)", "(-3, 5)"),
+    ),
+    "int4: tokens taken as they lie": (
+        check_nibble_decode,
+        SMALL_NIBBLES,
+        Plant("decode:_attend", "nibbles.place_tokens(place) if by_group else place", "place"),
+    ),
+    "int4: scales as they lie": (
+        check_nibble_decode,
+        SMALL_NIBBLES,
+        Plant(
+            "_order_lanes",
+            "place_tokens(lax.broadcasted_iota(jnp.int32, x.shape, 1))",
+            "lax.broadcasted_iota(jnp.int32, x.shape, 1)",
+        ),
+    ),
+    "int4: the scale of another group": (
+        check_nibble_decode,
+        SMALL_NIBBLES,
+        Plant("spread_lines", "(head + i) * groups + g", "(head + i) * groups"),
+    ),
+    "int4: the lanes of another group": (
+        check_nibble_decode,
+        SMALL_NIBBLES,
+        Plant("pick_lanes", "(g + 1) * size", "(g + 1) * size + 1"),
+    ),
+    "int4: scales that nobody sees": (
+        check_nibble_decode,
+        SMALL_NIBBLES,
+        Plant("read_page_scales", "stored.format.hide_bad_scales(lines(0), lines(1))", "(lines(0), lines(1))"),
+    ),
+    "int4: a new token's keys for its values": (
+        check_nibble_decode,
+        SMALL_NIBBLES,
+        Plant("pack_codes", "((keys & 15) << 4) | (values & 15)", "((values & 15) << 4) | (keys & 15)"),
+    ),
+    "int4: the first of the scales tried": (
+        check_nibble_decode,
+        SMALL_NIBBLES,
+        Plant("encode_groups", "lost < least", "lost < 0"),
+    ),
+    "int4, prefill: tokens taken as they lie": (
+        check_nibble_attention,
+        SMALL_NIBBLES_PREFILL,
+        Plant("prefill:_attend", "nibbles.place_tokens(place) if by_group else place", "place"),
+    ),
+    "int4, prefill: the scale of another head": (
+        check_nibble_attention,
+        SMALL_NIBBLES_PREFILL,
+        Plant("spread_scales", "head * groups + g", "g"),
+    ),
+    "int4, prefill: K's scales for V's": (
+        check_nibble_attention,
+        SMALL_NIBBLES_PREFILL,
+        Plant("_attend", "scale_numbers(values, part, head, 1)", "scale_numbers(values, part, head, 0)"),
+    ),
+    "int4, write: scales of one head for all": (
+        check_nibble_write,
+        NIBBLE_WRITES[0],
+        Plant("write:_kernel", "x[head : head + 1]", "x[:1]"),
+    ),
 }
 
 
@@ -392,6 +504,32 @@ def test_control(control, tmp_path, monkeypatch):
 def test_every_mistake_can_be_made():
     for name, (_, _, *plants) in CONTROLS.items():
         assert SOURCES.broken(*plants), name
+
+
+def test_a_kernel_encodes_four_bits_as_xla_does():
+    """Of numbers of all sizes, zeros alone, and a NaN: the same codes under the same scales."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((8, 2, 2, 96)) * 10.0 ** rng.integers(-9, 9, (8, 2, 2, 1))).astype(np.float32)
+    x[0, 0, 0, 32:64], x[1, 1, 1, 5] = 0, np.nan
+    codes, scales = jax.jit(lambda x: nibbles.encode_groups(x, FORMATS["int4"], 3))(x)
+    stored, scale = jax.jit(FORMATS["int4"].encode)(x)
+    both = nibbles.pack_codes(codes[:, :1], codes[:, 1:]).astype(np.uint8)
+    np.testing.assert_array_equal(both, pack_nibbles(stored[:, :1], stored[:, 1:]))
+    np.testing.assert_array_equal(np.stack(scales, axis=-1), scale.astype(np.float32))
+
+
+def test_a_kernel_reads_four_bits():
+    """Every byte: its keys and its values, tokens of even places before the others."""
+    rows = np.arange(256, dtype=np.uint8).reshape(128, 2).repeat(64, axis=1)
+
+    def kernel(rows, keys, values):
+        keys[...], values[...] = (nibbles.widen_half(rows[...], which, np.float32) for which in (0, 1))
+
+    shape = jax.ShapeDtypeStruct((128, 128), np.float32)
+    found = pl.pallas_call(kernel, out_shape=(shape, shape), interpret=PLAIN)(rows)
+    in_order = np.concatenate([rows[::2], rows[1::2]])
+    for got, bits in zip(found, unpack_nibbles(in_order), strict=True):
+        np.testing.assert_array_equal(got, FORMATS["int4"].from_bits(bits))
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "int4"])
