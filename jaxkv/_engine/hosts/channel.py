@@ -1,7 +1,6 @@
 """Messages from the first process of an engine to its other processes."""
 
 import atexit
-import collections
 import json
 import queue
 import secrets
@@ -19,6 +18,7 @@ PIECE = 2**20  # characters of a piece of a message
 BUSY = 0.001  # seconds until a queue that is full is looked at again
 LOOK = 1  # seconds of a wait: in between, Python sees interrupts
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+CLOSE = _encode({"call": "close"})
 
 
 def list_engine_processes(model: Any) -> list[int]:
@@ -57,7 +57,8 @@ class Channel:
         self._number = 0  # of the next piece
         self.num_messages = self.num_bytes = 0  # sent so far
         self.is_closed = False
-        self._heard: collections.deque[str] = collections.deque()  # received, and not read yet
+        self._heard: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()  # received, and not read yet
+        self._receiver = threading.Thread(target=self._receive_all, name="jaxkv messages", daemon=True)
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._error: Exception | None = None  # why a message could not be sent
         self._sender = threading.Thread(target=self._send_all, name="jaxkv messages", daemon=True)
@@ -111,22 +112,48 @@ class Channel:
         Raises:
           TimeoutError: none came for `timeout` seconds. RuntimeError: the coordinator is gone.
         """
-        text, is_whole = "", bool(self._heard)
-        while not is_whole:
-            piece = self._wait(self._key(), timeout)
-            self._number += 1
-            if self._number % CHUNK == 0:
-                self._store.key_value_set(self._receipt(self._number // CHUNK, self.me), ".")
-            text, is_whole = text + piece[1:], piece[0] == "."
-        self._heard.extend(text.split("\n") if text else ())
-        return json.loads(self._heard.popleft())
+        if self._receiver.ident is None:
+            self._receiver.start()
+        try:
+            heard = self._heard.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError(f"A process of this engine gave no sign for {timeout:g} s.") from None
+        if isinstance(heard, Exception):
+            self._heard.put(heard)  # for the next call
+            raise heard
+        return json.loads(heard)
+
+    def _receive_all(self) -> None:
+        """Receives messages while steps are taken: to get a value takes as long as a small step."""
+        text = ""
+        try:
+            while not self.is_closed:
+                if self._heard.qsize() > CHUNK:
+                    time.sleep(BUSY)
+                    continue
+                try:
+                    piece = self._wait(self._key(), LOOK)
+                except TimeoutError:
+                    continue
+                self._number += 1
+                if self._number % CHUNK == 0:
+                    self._store.key_value_set(self._receipt(self._number // CHUNK, self.me), ".")
+                text += piece[1:]
+                if piece[0] == ".":
+                    for message in text.split("\n"):
+                        self._heard.put(message)
+                    self.is_closed, text = text.endswith(CLOSE), ""
+        except Exception as error:
+            self._heard.put(error)
 
     def close(self) -> None:
         """Sends the last message, if nothing has been the last yet: there is nobody to send any after it."""
-        if self.is_first and not self.is_closed:
-            self.is_closed = True
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self.is_first:
             atexit.unregister(self.close)
-            self._queue.put(_encode({"call": "close"}))
+            self._queue.put(CLOSE)
             self._queue.put(None)
             if threading.current_thread() is not self._sender:  # in which an engine may be found to be gone
                 self._sender.join()

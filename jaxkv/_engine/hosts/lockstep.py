@@ -52,7 +52,7 @@ class LockstepCores:
         # Any thread puts requests in; the thread that runs the engine takes them out.
         self.submitted: collections.deque[Request] = collections.deque()
         self.cancelled: collections.deque[Request] = collections.deque()
-        self.is_at_work = self._is_torn = False
+        self.is_at_work = self._is_torn = self._is_over = False
         self._turn = threading.Lock()  # two threads' messages must be run in the order in which they are sent
         self._replicas: dict[int, Replica] = {}  # those that are not done, by their number in messages
         self._by_origin: dict[Request, Replica] = {}
@@ -63,8 +63,7 @@ class LockstepCores:
         self.change: Callable[[], None] | None = None  # gives this process's cores other weights
         for loop in loops:
             loop.residents.swapping.is_told = True
-        if self.channel.is_first:
-            weakref.finalize(self, self.channel.close).atexit = False
+        weakref.finalize(self, self.channel.close).atexit = False
 
     # What is asked from any thread.
 
@@ -168,7 +167,8 @@ class LockstepCores:
         for sample in [*self._by_origin, *(sample for request in self.submitted for sample in request.samples)]:
             sample.withdraw()
         self.submitted.clear()
-        self.channel.close()
+        if self.channel.is_first:  # the others hear of it
+            self.channel.close()
         self.cores.close()
 
     def follow(self, *, keep: bool = False, until_release: bool = False) -> bool:
@@ -188,12 +188,12 @@ class LockstepCores:
         which."""
         failed: Exception | None = None
         while True:
-            message = {"call": "close"} if self.channel.is_closed else self._receive_after(failed)
+            message = {"call": "close"} if self._is_over else self._receive_after(failed)
             call = message["call"]
             if call == "fail":
                 failed = None
             elif call == "close":
-                self.channel.is_closed = True
+                self._is_over = True
                 return call
             elif call == "update" and self.change is None:
                 raise RuntimeError(
