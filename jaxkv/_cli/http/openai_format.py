@@ -4,6 +4,8 @@ says."""
 from collections.abc import Sequence
 from typing import Any
 
+MOST_CHOICES = 128  # samples of a request, as OpenAI's: each is built from its prompt in the server's one thread
+
 # What would change an answer, and is not done here: refused unless it is off. Other unknown fields say nothing of it.
 REFUSED = (
     "tools",
@@ -154,6 +156,8 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
     stops = given.get("stop", [])
     if isinstance(stops, list) and not all(isinstance(stop, str) for stop in stops):
         raise ValueError("stop must be a string or a list of strings.")
+    if isinstance(given.get("n"), int) and given["n"] > MOST_CHOICES:
+        raise ValueError(f"n must be at most {MOST_CHOICES}, not {given['n']}: send several requests.")
     options = defaults | {
         field: given[field] for field in ("temperature", "top_p", "n", "seed", "stop") if field in given
     }
