@@ -193,7 +193,7 @@ def _read_mask(mask: Any, query: jax.Array, cache: Any) -> dict[str, Any]:
             "see the same tokens."
         )
     is_known = not isinstance(mask, jax.core.Tracer) and mask.is_fully_addressable
-    if is_known and jnp.issubdtype(mask.dtype, jnp.floating) and (np.asarray(mask, np.float32) < 0).any():
+    if is_known and jnp.issubdtype(mask.dtype, jnp.floating) and bool((mask < 0).any()):
         raise ValueError(
             "mask must be true, or not 0, where a token may attend, but it has negative numbers, as if to be added to "
             "the logits: give mask >= 0 in its place."

@@ -178,6 +178,27 @@ def test_who_waits_takes_the_steps_when_the_thread_that_serves_has_ended(model, 
         assert not engine.is_served
 
 
+def test_an_error_that_cannot_be_tidied_up_leaves_nobody_waiting(model, monkeypatch):
+    """As where there is no memory for a new cache: the thread ends, and who waits hears of the error by a step."""
+    left = [1]
+
+    def hook(logits, rows):
+        if left and left.pop():
+            raise ValueError("only once")
+        return logits
+
+    def fail(*_):
+        raise RuntimeError("no memory")
+
+    with jaxkv.Engine(model, **SIZES, logits_hook=hook) as engine, engine.serve():
+        for name in ("tidy", "reset"):
+            monkeypatch.setattr(engine._loop, name, fail)
+        with pytest.raises(ValueError, match="only once"):
+            engine.submit(PROMPT, 4).result(60)
+        assert not engine.is_served
+        monkeypatch.undo()
+
+
 def test_event_loops(engine, lone):
     async def follow(count):
         request = engine.submit(PROMPT, count)
@@ -208,6 +229,12 @@ def test_places_to_wait(model):
         for request in late:
             request.cancel()
         assert engine.num_waiting == 0 and engine.stats()["waiting"] == 0
+        several = engine.submit(PROMPT, 3, n=2)
+        engine.step()
+        other = engine.submit(PROMPT, 3)
+        several.cancel()
+        assert engine.num_waiting == 1, "neither sample takes the place of another request"
+        other.cancel()
         assert engine.submit(PROMPT, 3).result() == requests[0].result()
         engine.wait()
         assert engine.submit(PROMPT, 2, n=4).result(), "an empty queue takes any number of samples"

@@ -133,7 +133,8 @@ def attention(
       failed. With `return_lse`, out is `(out, lse)`. For a layer, `(out, layer)`.
 
     Raises:
-      ValueError, IndexError: invalid shapes, dtypes, options or layer. TypeError: no such option.
+      ValueError, IndexError: invalid shapes, dtypes, options or layer; outside of `jit` also where `extend` has made
+        room for no token, or for more than q has. TypeError: no such option.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)

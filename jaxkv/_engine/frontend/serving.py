@@ -190,9 +190,10 @@ class Servable:
     @property
     def num_waiting(self) -> int:
         """Samples that have no row yet, or none any more; not those that are cancelled."""
-        submitted = sum(not sample.done for request in list(self._loop.submitted) for sample in request.samples)
-        gone = sum(r in loop.open and not r.has_begun for loop in self._loops for r in list(loop.cancelled))
-        return max(0, submitted - gone + sum(len(loop.scheduler.waiting) for loop in self._loops))
+        submitted = [sample for request in list(self._loop.submitted) for sample in request.samples]
+        first = [sequence for loop in self._loops for sequence in list(loop.scheduler.waiting)]
+        taken_in = [sequence.request.origin for leader in first for sequence in (leader, *leader.followers)]
+        return sum(not sample.done for sample in submitted + taken_in)
 
     def _refuse_served(self, method: str) -> None:
         """Raises RuntimeError if a thread of `serve` takes the steps."""
@@ -250,7 +251,8 @@ class Servable:
 
     def _wake_all(self) -> None:
         """Has all who wait look again: who takes the steps has changed, or what they wait for."""
-        for request in [request.origin for loop in self._loops for request in list(loop.open)]:
+        submitted = [sample for request in list(self._loop.submitted) for sample in request.samples]
+        for request in [*submitted, *(request.origin for loop in self._loops for request in list(loop.open))]:
             call_all(request.listeners)
         call_all(self._idle_listeners)
 
@@ -301,12 +303,7 @@ def _serve(reference: "weakref.ref[Any]", wakes: "queue.SimpleQueue[None]", stop
             del engine
             time.sleep(BUSY)
             continue
-        except Exception as error:
-            if engine.is_closed:
-                return
-            engine._end_failed(error)
-            error, is_busy = None, True  # type: ignore[assignment]
-        except BaseException as error:  # a hook or a model asks the thread to end
+        except BaseException as error:  # a hook or a model asks the thread to end, or there is no going on
             logger.error("the thread that serves has ended: who waits takes the steps", exc_info=error)
             engine._forget_server()
             return
@@ -320,7 +317,18 @@ def _serve(reference: "weakref.ref[Any]", wakes: "queue.SimpleQueue[None]", stop
 
 
 def _serve_step(engine: Any) -> bool:
-    """Takes a step if there is something to do, and tells whether there was."""
+    """Takes a step if there is something to do, and tells whether there was. An error ends the requests of its step."""
+    try:
+        return _take_step(engine)
+    except EngineBusy:
+        raise
+    except Exception as error:
+        if not engine.is_closed:
+            engine._end_failed(error)
+        return True
+
+
+def _take_step(engine: Any) -> bool:
     if not (engine._loop.is_busy or engine._reader.news):
         return False
     engine._turn.let_others()
