@@ -337,7 +337,8 @@ def parse_config(fields: dict[str, Any]) -> CacheConfig:
         shares = layer["shares_with"] is not None
         if layer.pop("revision", 1) != kind.revision and not shares and layer.get("states") is None:
             raise ValueError(
-                f"layer {len(layers)} is stored in {kind.name} of another version, whose bits mean other numbers"
+                f"layer {len(layers)} is stored in {kind.name} of another version, whose bits mean other numbers: "
+                "compute its tokens anew"
             )
         own = layer["dtype"] != fields["dtype"] and not shares
         rotate = layer.get("rotate", False)

@@ -1,7 +1,7 @@
 """The choice of tokens by index keys, for `jaxkv.scores.indexer`: which backend makes it, and why nothing faster does.
 
 A backend's module, named in `MODULES`, provides `select_tokens(q, weights, stored, batch, mask, top_k)`, as `xla.index`
-has it, and `unsupported(q, stored, batch) -> str | None`, which reads no values. There are no gradients.
+has it, and `unsupported(q, stored, batch, top_k) -> str | None`, which reads no values. There are no gradients.
 """
 
 import functools
@@ -29,9 +29,9 @@ def select_tokens(
     implementation: str | None = None,
 ) -> Best:
     """Returns the best `top_k` tokens of each query, of those that it sees: see `xla.index.select_tokens`."""
-    choice = _choose(q, stored, batch, implementation, None)
+    choice = _choose(q, stored, batch, top_k, implementation, None)
 
-    def on(name: str) -> Any:
+    def bind(name: str) -> Any:
         def run(q: jax.Array, weights: jax.Array, keys: jax.Array, scale: Any, batch: PagedBatch) -> Best:
             its_stored = StoredIndex(keys, scale, stored.format)
             return _find_module(name).select_tokens(q, weights, its_stored, batch, mask, top_k)
@@ -40,9 +40,9 @@ def select_tokens(
 
     platform, arrays = IMPLEMENTATIONS[choice.implementation], (q, weights, stored.keys, stored.scale, batch)
     if implementation is not None or platform is None:
-        return on(choice.implementation)(*arrays)
+        return bind(choice.implementation)(*arrays)
     # The program may still be lowered for another platform than the one guessed: decide there.
-    return jax.lax.platform_dependent(*arrays, default=on("xla"), **{platform: on(choice.implementation)})
+    return jax.lax.platform_dependent(*arrays, default=bind("xla"), **{platform: bind(choice.implementation)})
 
 
 def explain_selection(
@@ -50,6 +50,7 @@ def explain_selection(
     q: Any,
     keys: Any,
     tables: Any,
+    top_k: int = 2048,
     kind: str | None = None,
     stripe: Any = None,
     platform: str | None = None,
@@ -58,14 +59,16 @@ def explain_selection(
     """Returns what `explain` says of a choice; of arrays only shapes and dtypes are read."""
     batch = PagedBatch(tables, None, None, context_shard=stripe)
     platform = None if platform is None else read_platform(platform)
-    return _choose(q, StoredIndex(keys, None, find_format(kind)), batch, implementation, platform)
+    return _choose(q, StoredIndex(keys, None, find_format(kind)), batch, top_k, implementation, platform)
 
 
-def _choose(q: Any, stored: StoredIndex, batch: PagedBatch, implementation: str | None, platform: str | None) -> Choice:
-    return choose_among(functools.partial(_find_refusal, q, stored, batch), implementation, platform)
+def _choose(
+    q: Any, stored: StoredIndex, batch: PagedBatch, top_k: int, implementation: str | None, platform: str | None
+) -> Choice:
+    return choose_among(functools.partial(_find_refusal, q, stored, batch, top_k), implementation, platform)
 
 
-def _find_refusal(q: Any, stored: StoredIndex, batch: PagedBatch, implementation: str) -> str | None:
+def _find_refusal(q: Any, stored: StoredIndex, batch: PagedBatch, top_k: int, implementation: str) -> str | None:
     """Returns why a backend cannot make a choice, and the way out; None: it can."""
     find_backend(implementation)
     module = _find_module(implementation)
@@ -78,7 +81,7 @@ def _find_refusal(q: Any, stored: StoredIndex, batch: PagedBatch, implementation
             f"The compiler cannot divide the {implementation} kernel that chooses tokens over the devices of a mesh: "
             "call it inside jax.shard_map, or leave it to XLA."
         )
-    return module.unsupported(q, stored, batch)
+    return module.unsupported(q, stored, batch, top_k)
 
 
 def _find_module(implementation: str) -> Any:

@@ -9,8 +9,8 @@ dtype wherever it is read.
 
 Four bits choose one of 16 levels, which lie closer around 0, as the numbers of a rotated head do: of normal numbers
 they lose least (Lloyd, Max). Of eight scales a group takes the one that loses least. Levels are a cubic of the code,
-`h (h^2 + 140)` with `h` the code and a half: no table is read, and a kernel rounds once where it multiplies them in 16
-bits, as it does all else.
+`h (h^2 + 140)` with `h` the code and a half: no table is read. A kernel that multiplies in 16 bits rounds the sum and
+the product, at most half a percent of a level.
 """
 
 import dataclasses

@@ -20,7 +20,7 @@ def unsupported(op: str, call: Call) -> str | None:
     """Returns why the kernels cannot run `op` on a call of these shapes, and the way out; None if they can."""
     if op != "paged_attention":
         return f"The gpu backend has no kernel of its own for {op}; {FALLBACK}."
-    if call.mask.tokens is not None:
+    if call.mask.tokens is not None and call.q is not None and call.stored.kv is not None:
         return unsupported("paged_attention", describe_rows(call))
     q, (kv, kv_scale, rank) = call.q, (call.stored.kv, call.stored.scale, call.stored.latent_rank)
     kind, tables = call.stored.format.kind, call.batch.block_tables

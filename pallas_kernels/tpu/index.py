@@ -42,7 +42,6 @@ SCORED = 256  # of them in one product: as wide as a matrix unit
 SLOTS = 4  # steps whose keys have room, a power of two
 UNROLLED = 8  # registers of numbers in one turn of a loop
 LOWEST = np.int32(np.iinfo(np.int32).min)  # of tokens that are not seen
-MAX_CONTEXT = 1 << 19  # tokens whose scores vector memory has room for
 
 
 def select_tokens(q, weights, stored, batch, mask, top_k: int, *, interpret: Any = False) -> Best:
@@ -51,7 +50,7 @@ def select_tokens(q, weights, stored, batch, mask, top_k: int, *, interpret: Any
     return stream_tokens(q, weights, stored, batch, mask, top_k, select=own, queries=QUERIES)
 
 
-def unsupported(q: Any, stored: Any, batch: Any) -> str | None:
+def unsupported(q: Any, stored: Any, batch: Any, top_k: int) -> str | None:
     """Returns why index keys cannot be scored by the kernel, and the way out; None: they can. Reads no values."""
     keys, tables, format = stored.keys, batch.block_tables, stored.format
     assert isinstance(format, StorageFormat)
@@ -64,17 +63,20 @@ def unsupported(q: Any, stored: Any, batch: Any) -> str | None:
             f"Index keys of {keys.shape[-1]} numbers fill no whole lines of {LANES}, and a TPU would copy the whole "
             f"pool: store them padded, with CacheConfig(head_dim_multiple={LANES})."
         )
-    if keys.shape[3] % (tile := page_tile(keys.dtype)):
+    block_size = keys.shape[3]
+    if block_size % page_tile(keys.dtype) or _step_tokens(_page_size(block_size)) > 2 * STEP_TOKENS:
         return (
-            f"The block_size of {keys.shape[3]} is not a multiple of {tile}: choose {-(-keys.shape[3] // tile) * tile}."
+            f"The TPU kernel of the indexer cannot read blocks of {block_size} tokens in steps of about {STEP_TOKENS}: "
+            f"choose a block_size that is a power of 2 from {page_tile(keys.dtype)} on, or a multiple of {SCORED}."
         )
     if batch.context_shard is not None:
         return "The TPU kernel of the indexer reads whole blocks, not runs of them; XLA reads these."
     context = tables.shape[1] * keys.shape[3]
-    if context > MAX_CONTEXT or index_bytes(q.shape[-2], keys, tables) > VMEM_BYTES:
+    need = index_bytes(q.shape[-2], keys, tables, min(top_k, context))
+    if need > VMEM_BYTES:
         return (
-            f"The scores of {context} tokens and {q.shape[-2]} heads do not fit a TPU's vector memory, which has room "
-            f"for {MAX_CONTEXT} tokens: XLA takes them piece by piece."
+            f"The scores of {context} tokens, {q.shape[-2]} heads and the best {top_k} take {need >> 20} MiB, which do "
+            "not fit a TPU's vector memory: XLA takes them piece by piece."
         )
     entries = tables.size + 6 * (tables.shape[0] + QUERIES + math.prod(q.shape[:-2]))
     if entries > SMEM_ENTRIES:
@@ -190,8 +192,9 @@ def _run(scalars, arrays, keys, *, columns: int, kept: int, window_mask: WindowM
 
 
 def _page_size(block_size: int) -> int:
-    """Tokens of a copy: a block, or a part of it."""
-    return max(n for n in range(1, STEP_TOKENS + 1) if block_size % n == 0 and (n == block_size or n % 32 == 0))
+    """Returns the tokens of a copy: a block, or a part of it if one of at most `STEP_TOKENS` divides it."""
+    parts = (n for n in range(32, STEP_TOKENS + 1, 32) if block_size % n == 0)
+    return block_size if block_size <= STEP_TOKENS else max(parts, default=block_size)
 
 
 def _step_tokens(page_size: int) -> int:
@@ -206,7 +209,7 @@ def _count_lines(context: int, step_tokens: int) -> int:
     return -(-lines // UNROLLED) * UNROLLED
 
 
-def index_bytes(num_heads: int, keys: Any, tables: Any, kept: int = 4096) -> int:
+def index_bytes(num_heads: int, keys: Any, tables: Any, kept: int) -> int:
     """Returns the vector memory that the kernel takes, at most."""
     heads, parts = -(-num_heads // 8) * 8, 3 if keys.dtype == jnp.bfloat16 else 1
     q, weights = (1, QUERIES, parts * heads, keys.shape[-1]), (1, QUERIES, heads, LANES)
@@ -366,6 +369,7 @@ def _select(lines, position, sums, scores, numbers, moves, score_ref, found_ref,
 
     def narrow(bit, threshold):
         """Takes one more bit into the threshold, if as many numbers as are kept are at least as large."""
+        bit = lax.convert_element_type(bit, jnp.int32)
         more = threshold | lax.shift_left(jnp.int32(1), 31 - bit)
         least = more ^ LOWEST
         found = over(lambda i, sum: sum + jnp.where(numbers[i] >= least, 1, 0), jnp.zeros((QUERIES, LANES), jnp.int32))
@@ -403,7 +407,7 @@ def _select(lines, position, sums, scores, numbers, moves, score_ref, found_ref,
         there = ((move & 1) == 1) & (i * LANES + lane < kept) & (i < turns * UNROLLED)
         bits = number ^ ((number >> 31) & 0x7FFFFFFF)
         score_ref[0, i] = jnp.where(there, lax.bitcast_convert_type(bits, jnp.float32), NOTHING)
-        at = (begin + i) * LANES + lane + lax.shift_right_logical(move, 1)
+        at = (begin + i) * LANES + lane + lax.shift_right_logical(move, jnp.int32(1))
         found_ref[0, i] = jnp.where(there, at, -1)
 
 
@@ -439,6 +443,7 @@ def _move_lanes(bit, turns, numbers, moves, lane):
 
 def _move_lines(bit, turns, numbers, moves):
     """Moves what has a bit in its distance that many lines to the front."""
+    bit = lax.convert_element_type(bit, jnp.int32)
     distance = lax.shift_left(jnp.int32(1), bit)
 
     def turn(i, _):

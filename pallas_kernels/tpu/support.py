@@ -18,7 +18,7 @@ CHOSEN_ROWS = RowBlocks(tokens=LANES, lanes=LANES)
 
 def unsupported(op: str, call: Call) -> str | None:
     """Returns why `op` cannot run as a TPU kernel on a call of these shapes and dtypes, or None. Reads no values."""
-    if call.mask.tokens is not None:
+    if call.mask.tokens is not None and call.q is not None and call.stored.kv is not None:
         writes = unsupported("write_kv", call._replace(mask=MaskSpec())) if op == "write_and_attend" else None
         return writes or unsupported("paged_attention", describe_rows(call, CHOSEN_ROWS))
     stored, q, tables = call.stored, call.q, call.batch.block_tables

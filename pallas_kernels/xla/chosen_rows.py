@@ -45,6 +45,9 @@ def attend_tokens(
     """Returns what [`pallas_kernels.paged_attention`][] does with `tokens`, by `attend`, which has none."""
     axes, num_tokens = q.shape[:-2], math.prod(q.shape[:-2])
     assert mask.tokens is not None
+    if not num_tokens:
+        q = q[..., : stored.value_dim(q.shape[-1])]
+        return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if options.return_lse else q
     chosen = mask.tokens.reshape(num_tokens, -1) if mask.tokens.size else jnp.full((num_tokens, 1), -1, jnp.int32)
     token = jax.tree.map(jnp.ravel, locate(axes, *batch[1:4]))
     queries = TokenQueries(q.reshape(num_tokens, *q.shape[-2:]), token, chosen)

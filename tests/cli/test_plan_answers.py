@@ -102,6 +102,9 @@ def test_what_no_kernel_reads_is_marked(tmp_path, capsys):
     out = capsys.readouterr().out
     kinds = set(importlib.import_module("pallas_kernels.gpu").FORMATS)
     assert ("int4*" in out) == ("int4" not in kinds) == ("* no kernel for an h100 reads it" in out)
+    assert run(folder, "--chip", "v5e") == 0 and "int4*" not in capsys.readouterr().out
+    assert run(published("deepseek-v3", tmp_path), "--chip", "tpu7x", "--devices", "128") in (0, 1)
+    assert "int4*" in capsys.readouterr().out  # nothing shares a byte with a latent row's number
     assert "int8*" not in out and "bfloat16*" not in out
 
 

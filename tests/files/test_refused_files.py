@@ -135,8 +135,10 @@ def test_int4_of_other_levels_is_refused(path):
     assert fields["version"] == "8"  # older readers say that they are too old
     np.testing.assert_array_equal(jaxkv.load(path).lengths[:1], [3])
     cache = json.loads(fields["cache"])
-    assert cache["config"]["layers"][0].pop("revision") == 3
-    assert not any("revision" in layer for layer in cache["config"]["layers"])
+    layer, *others = cache["config"]["layers"]
+    assert layer.pop("revision") == 3 and not any("revision" in other for other in others)
     del tensors[file_format.CHECKSUMS]
-    with pytest.raises(jaxkv.CacheFileError, match="layer 0 is stored in int4 of another version, whose bits mean"):
-        file_format.parse_saved(path, fields | {"version": "7", "cache": json.dumps(cache)}, tensors)
+    for version, revision in (("7", {}), ("8", {"revision": 2})):
+        changed = cache | {"config": cache["config"] | {"layers": [layer | revision, *others]}}
+        with pytest.raises(jaxkv.CacheFileError, match="layer 0 is stored in int4 of another version, whose bits mean"):
+            file_format.parse_saved(path, fields | {"version": version, "cache": json.dumps(changed)}, tensors)

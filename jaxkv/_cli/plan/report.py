@@ -70,12 +70,23 @@ class Report:
         and in which the requested rows fit."""
         fitting = [option for option in self.options if option.plan]
         enough = {asked.dtype for asked in self.asked if asked.bytes <= self.memory.cache}
-        read = [option for option in fitting if has_kernel(option.dtypes[0], self.chip)] or fitting
+        read = [option for option in fitting if self.has_kernel(option.dtypes[0])] or fitting
         good = [option for option in read if option.dtypes[0] in enough] or read
         usual = (x for x in good if x.plan and x.block_size == x.plan.config.default_block_size)
         first = next(usual, good[0])
         assert first.plan is not None
         return first.plan
+
+    def has_kernel(self, dtype: str) -> bool:
+        """Tells whether a kernel of the chip reads this dtype in all layers; True without a chip."""
+        format, layers = FORMATS[dtype], [layer for layer in self.model.layer_configs if not layer.is_recurrent]
+        if self.chip is None or not format.is_quantized:
+            return True
+        # Four bits of latent rows, and of values of another width, have no two numbers to share a byte.
+        is_read = format.group_size is None or all(
+            layer.row_rank is None and layer.head_dim % format.group_size == 0 for layer in layers
+        )
+        return is_read and dtype in KERNEL_FORMATS[self.chip.platform]
 
     @functools.cached_property
     def step(self) -> DecodeStep:
@@ -147,10 +158,3 @@ def count_facts(found: Plan, devices: Devices) -> dict[str, Any]:
         "waste": found.waste,
         "bytes": devices.bytes(found.config),
     }
-
-
-def has_kernel(dtype: str, chip: Chip | None) -> bool:
-    """Tells whether a kernel of the chip reads this dtype; True without a chip."""
-    if chip is None or not FORMATS[dtype].is_quantized:
-        return True
-    return dtype in KERNEL_FORMATS[chip.platform]

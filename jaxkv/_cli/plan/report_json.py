@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxkv._cli.plan.report import Needs, Report, count_facts, has_kernel, held
+from jaxkv._cli.plan.report import Needs, Report, count_facts, held
 from jaxkv._cli.plan.step_report import step_as_json
 
 
@@ -16,7 +16,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "block_size": option.block_size,
             "dtypes": option.dtypes,
             "fits": option.plan is not None,
-            "has_kernel": has_kernel(option.dtypes[0], report.chip),
+            "has_kernel": report.has_kernel(option.dtypes[0]),
         }
         | ({} if option.plan is None else count_facts(option.plan, devices))
         for option in report.options

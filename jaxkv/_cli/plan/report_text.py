@@ -2,9 +2,7 @@
 
 import collections
 
-from jaxkv._cli.plan.chips import Chip
-from jaxkv._cli.plan.devices import Devices
-from jaxkv._cli.plan.report import AskedRows, DeviceMemory, Needs, Option, Report, count_facts, has_kernel
+from jaxkv._cli.plan.report import AskedRows, DeviceMemory, Needs, Report, count_facts
 from jaxkv._cli.plan.step_report import step_as_text
 from jaxkv._cli.units import columns
 from jaxkv._core.cache.inspection import format_bytes
@@ -13,7 +11,7 @@ BAR = 60  # characters
 
 
 def as_text(report: Report) -> str:
-    table = _table(report.options, report.devices, report.chip)
+    table = _table(report)
     parts = [_answer(report), _head(report), _bar(report.memory), "", table, "", _tail(report)]
     if report.chip is not None:
         parts[-1:-1] = [step_as_text(report.step, report.chip), ""]
@@ -29,12 +27,12 @@ def _answer(report: Report) -> str:
         size = report.best.config.block_size
         by_dtype = [
             f"{option.plan.rows * report.devices.data:,} in {option.dtypes[0]}"
-            + " (by XLA only)" * (not has_kernel(option.dtypes[0], chip))
+            + " (by XLA only)" * (not report.has_kernel(option.dtypes[0]))
             for option in report.options if option.plan and option.block_size == size
         ]  # fmt: skip
         return f"{_capitalize(room)}: it holds {', '.join(by_dtype)} rows of {report.best.mean_len:,g} tokens each."
     fits = [asked.dtype for asked in report.asked if asked.bytes <= memory.cache]
-    read = [dtype for dtype in fits if has_kernel(dtype, chip)]
+    read = [dtype for dtype in fits if report.has_kernel(dtype)]
     verdict = f"{read[0]} fits" if read else f"{fits[0]} fits, but no kernel reads it" if fits else "none fits"
     held = report.best.rows * report.devices.data
     less = "" if fits else f" In {report.best.config.dtype} {held:,} rows of {report.best.mean_len:,g} tokens do."
@@ -115,14 +113,14 @@ def _bar(memory: DeviceMemory) -> str:
     return f"[{line}]\n {legend}"
 
 
-def _table(options: list[Option], devices: Devices, chip: Chip | None) -> str:
+def _table(report: Report) -> str:
     lines = [("block_size", "dtype", "bytes/token", "blocks", "tokens", "rows", "full rows", "waste")]
-    for block_size, names, found in options:
-        dtypes = [name + "*" * (not has_kernel(name, chip)) for name in names]
+    for block_size, names, found in report.options:
+        dtypes = [name + "*" * (not report.has_kernel(name)) for name in names]
         if found is None:
             lines.append((str(block_size), ", ".join(dtypes), "does not fit", "", "", "", "", ""))
             continue
-        facts = count_facts(found, devices)
+        facts = count_facts(found, report.devices)
         blocks = " + ".join(f"{n:,}" for n in facts["group_blocks"])
         lines.append(
             (
@@ -137,7 +135,7 @@ def _table(options: list[Option], devices: Devices, chip: Chip | None) -> str:
             )
         )
     table = columns(lines, left=(1,))
-    if chip is not None and any("*" in name for line in lines for name in line[1:2]):
+    if (chip := report.chip) is not None and any("*" in name for line in lines for name in line[1:2]):
         table += (
             f"\n* no kernel for {'an' if chip.name[0] in 'aehiou' else 'a'} {chip.name} reads it: XLA does, slower."
         )

@@ -170,4 +170,7 @@ class PrefillServer:
 
 def describe_layers(config: CacheConfig) -> list[str]:
     """Returns what each layer stores, in words that must be equal where rows come from and go to."""
-    return [str(sorted(describe_layer(config, i).items())) for i in range(config.num_layers)]
+    return [
+        str(sorted((describe_layer(config, i) | {"revision": config.kind(i).revision}).items()))
+        for i in range(config.num_layers)
+    ]

@@ -112,7 +112,7 @@ def run_delta_chunks(
             of the diagonal, then of pairs of them. Powers of it, which are as fast, overflow where keys repeat."""
 
             def join(i, inverse):
-                size = lax.shift_left(jnp.int32(2), i)
+                size = lax.shift_left(jnp.int32(2), lax.convert_element_type(i, jnp.int32))
                 left, right = squares()
                 put(inverse, left)
                 put(jnp.where((distances() ^ size) < size, lower, 0.0), right)  # from `size` to its double

@@ -211,6 +211,14 @@ def shapes(context=32768, *, rows=32, block_size=64, width=128, dtype="bfloat16"
     return dict(q=q, keys=keys, tables=tables, platform="tpu") | others
 
 
+def test_it_is_traced_where_integers_have_64_bits():
+    case = CHOICES["a window"]
+    step = make_step(case)
+    with jax.enable_x64(True):
+        found = jax.eval_shape(functools.partial(choose, case, index.select_tokens), step)
+    assert (found.score.dtype, found.position.dtype) == (jnp.float32, jnp.int32)
+
+
 def test_who_runs():
     explain = functools.partial(pallas_kernels.explain, "select_tokens")
     assert explain(**shapes()).implementation == "tpu"
@@ -218,9 +226,12 @@ def test_who_runs():
         "reads no int8 keys": shapes(kind="int8", dtype="int8"),
         "not float16": shapes(dtype="float16"),
         "Index keys of 64 numbers fill no whole lines of 128": shapes(width=64),
-        "block_size of 8 is not a multiple of 16: choose 16": shapes(block_size=8),
+        "cannot read blocks of 8 tokens in steps of about": shapes(block_size=8),
+        "cannot read blocks of 2064 tokens": shapes(4 * 2064, block_size=2064),  # a contiguous cache's
+        "choose a block_size that is a power of 2 from 16 on": shapes(2032, block_size=2032),
         "reads whole blocks, not runs of them": shapes(stripe=jax.ShapeDtypeStruct((2,), jnp.int32)),
-        "scores of 1048576 tokens and 64 heads do not fit": shapes(1 << 20),
+        "scores of 1048576 tokens, 64 heads and the best 2048 take": shapes(1 << 20),
+        "and the best 262144 take": shapes(1 << 18, top_k=1 << 18),
         "32 x 16384 entries do not fit a TPU's scalar memory": shapes(1 << 18, block_size=16),
         "There are no kernels for the platform 'cpu'": shapes(platform="cpu"),
         "The gpu backend has no kernel that chooses tokens": shapes(platform="cuda"),
@@ -228,5 +239,6 @@ def test_who_runs():
     for sentence, arguments in refused.items():
         choice = explain(**arguments)
         assert choice.implementation == "xla" and sentence in choice.reason, choice
+    assert explain(**shapes(1 << 18)).implementation == "tpu"
     with pytest.raises(NotImplementedError, match="no int8 keys"):
         explain(**shapes(kind="int8", dtype="int8"), implementation="tpu")
