@@ -73,3 +73,17 @@ def test_who_runs():
     for why, arguments in refused.items():
         choice = pallas_kernels.explain(**arguments)
         assert choice.implementation == "xla" and why in choice.reason
+
+
+def test_a_step_of_no_token():
+    given = shapes(0)
+    static = {name: given.pop(name) for name in ("rank", "scale")} | {"implementation": "tpu"}
+    q, kv, _ = (given.pop(name) for name in ("q", "kv", "platform"))
+    found = jax.eval_shape(functools.partial(pallas_kernels.paged_attention, **static), q, kv, **given)
+    assert found.shape == (0, 128, 512)
+
+
+def test_what_is_not_told_is_no_reason():
+    arguments = shapes(32, 1)
+    del arguments["kv"], arguments["rank"]
+    assert pallas_kernels.explain(**arguments).implementation == "tpu"
