@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxkv
 from jaxkv._core.state.interrupts import hold_back_interrupts
 from jaxkv._engine.hosts.channel import CHUNK, PIECE, Channel
+from jaxkv._engine.hosts.replica import Replica
 
 WINDOWS = (None,)
 SIZES = {"max_seqs": 4, "max_seq_len": 48, "block_size": 8, "num_blocks": 12, "step_tokens": 16}
@@ -134,6 +135,9 @@ def test_the_other_process_computes_the_same(pair):
     last = tables(first)
     counts = first.stats()
     first.close()
+    for change in (first.prefix.pin, first.prefix.unpin):
+        with pytest.raises(RuntimeError, match="This engine is closed"):
+            change(PROMPTS[1])
     thread.join(20)
     assert not errors and other.is_closed
     assert [other.steps, other.tokens, other.set_back] == [counts["steps"], counts["tokens"], counts["preemptions"]]
@@ -218,6 +222,19 @@ def test_all_processes_go_on_with_other_weights(store, make_as_process, follower
     while not other.is_closed:
         time.sleep(0.01)
     assert ends == ["released", "released"] and other.tokens == first.tokens
+
+
+def test_a_request_that_begins_anew_has_the_scores_of_its_prompt():
+    """As `update(restart=True)` has it: what is computed for the replica is the user's."""
+    with jaxkv.Engine(Checksum(WINDOWS), **SIZES) as engine:
+        request = engine.submit([5, 6, 7], 2, prompt_logprobs=True)
+        replica = Replica(request.params, number=0, prompt=[5, 6, 7], limit=2, news={})
+        replica.join(request, engine.cancel)
+        for first in (-1, -2):
+            assert request.prompt_logprobs.size == 0
+            replica.scores.note(0, np.array([first, -3], np.float32))
+            assert request.prompt_logprobs.tolist() == [first, -3]
+            replica.restart()
 
 
 def test_processes_must_agree_on_what_is_evicted(store, monkeypatch):
@@ -378,7 +395,60 @@ def test_messages_are_read_in_order_and_forgotten(store, make_as_process):
         other.receive(timeout=1)
     first.close()
     first.close()
-    assert other.receive() == {"call": "close"}
+    for _ in range(2):
+        assert other.receive(timeout=20) == {"call": "close"}
+    other.close()
+    assert other.is_closed and not other._thread.is_alive()
+    for _ in range(2 * CHUNK):
+        with pytest.raises(RuntimeError, match="This engine is closed"):
+            first.send({"call": "late"})
+
+
+def test_messages_are_received_while_nobody_asks(store, make_as_process):
+    """They come before the end, of which is heard again and again."""
+    first, other = Channel([0, 1]), make_as_process(1, lambda: Channel([0, 1]))
+    for i in range(3):
+        first.send({"call": i})
+    until = time.monotonic() + 20
+    while other._heard.qsize() < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert other._heard.qsize() == 3
+    other.close()
+    assert not other._thread.is_alive()
+    assert [other.receive(timeout=20)["call"] for _ in range(5)] == [0, 1, 2, "close", "close"]
+    first.close()
+
+
+def test_a_process_that_leaves_waits_no_longer(store, make_as_process, follower):
+    """Its thread ends with the wait that it is in, before Python does."""
+    other, heard = make_as_process(1, lambda: Channel([0, 1])), []
+    follower(lambda: heard.append(other.receive()))
+    other.close()
+    assert not other._thread.is_alive() and other.is_closed
+    assert other.receive(timeout=20) == {"call": "close"}
+
+
+def test_nothing_is_sent_behind_the_last_message(store, make_as_process, monkeypatch):
+    """What another thread puts there meanwhile keeps neither `close` nor the others waiting."""
+    first, other = Channel([0, 1]), make_as_process(1, lambda: Channel([0, 1]))
+    go, put = threading.Event(), store.key_value_set
+
+    def put_slowly(key, value):
+        assert go.wait(20)
+        put(key, value)
+
+    monkeypatch.setattr(store, "key_value_set", put_slowly)
+    first.send({"call": "early"})
+    closing = threading.Thread(target=first.close, daemon=True)
+    closing.start()
+    while not first.is_closed or first._queue.qsize() < 2:
+        time.sleep(0.001)
+    first._queue.put('{"call":"late"}')  # as a `send` that has looked before
+    go.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert [other.receive(timeout=20)["call"] for _ in range(3)] == ["early", "close", "close"]
+    other.close()
 
 
 def test_messages_go_together_while_the_store_is_slow(store, make_as_process, monkeypatch):
@@ -408,6 +478,7 @@ def test_messages_go_together_while_the_store_is_slow(store, make_as_process, mo
         for _ in range(2 * CHUNK):
             first.send({"call": "lost"})
     first.close()
+    other.close()
 
 
 def test_a_coordinator_that_is_gone(store, make_as_process, monkeypatch):

@@ -7,6 +7,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
+from jaxkv._engine.hosts.channel import CLOSED
+
 MANY_WAITS = 10_000
 
 
@@ -102,10 +104,7 @@ class EngineLock:
     def refuse_closed(self) -> None:
         """Raises RuntimeError if the engine is closed, or is used from another process."""
         if self.is_closed:
-            raise RuntimeError(
-                "This engine is closed and has given its memory back: make another Engine, which can load what this "
-                "one saved before."
-            )
+            raise RuntimeError(CLOSED)
         if self.refuse is not None:
             self.refuse()
 

@@ -13,12 +13,16 @@ import jax
 from jaxkv._core.config.mesh_shape import model_mesh
 from jaxkv._core.state.multihost import PATIENCE, coordinator_store, exchange, list_processes
 
-CHUNK = 64  # messages that are deleted together, once every process has read them
+CHUNK = 64  # pieces that are deleted together, once every process has read them; messages that may wait in a queue
 PIECE = 2**20  # characters of a piece of a message
 BUSY = 0.001  # seconds until a queue that is full is looked at again
-LOOK = 1  # seconds of a wait: in between, Python sees interrupts
+LOOK = 1  # seconds of a wait in the store: in between, a thread sees whether the channel is closed
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 CLOSE = _encode({"call": "close"})
+CLOSED = (
+    "This engine is closed and has given its memory back: make another Engine, which can load what this one saved "
+    "before."
+)
 
 
 def list_engine_processes(model: Any) -> list[int]:
@@ -58,13 +62,12 @@ class Channel:
         self.num_messages = self.num_bytes = 0  # sent so far
         self.is_closed = False
         self._heard: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()  # received, and not read yet
-        self._receiver = threading.Thread(target=self._receive_all, name="jaxkv messages", daemon=True)
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._error: Exception | None = None  # why a message could not be sent
-        self._sender = threading.Thread(target=self._send_all, name="jaxkv messages", daemon=True)
-        if self.is_first:
-            self._sender.start()
-            atexit.register(self.close)  # at the end of the program, before JAX has the processes wait for each other
+        run, done = (self._send_all, "sent") if self.is_first else (self._receive_all, "received")
+        self._thread = threading.Thread(target=run, name=f"jaxkv messages {done}", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # at the end of the program, before JAX has the processes wait for each other
 
     @property
     def is_first(self) -> bool:
@@ -74,15 +77,21 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message, in a thread of its own. Does not wait for those who read it, unless they are far behind.
 
-        Raises RuntimeError or TimeoutError if an earlier message could not be sent.
+        Raises RuntimeError or TimeoutError if an earlier message could not be sent, RuntimeError if this is closed.
         """
         text = _encode(message)
-        while self._queue.qsize() > CHUNK and self._error is None:
+        while self._queue.qsize() > CHUNK and self._error is None and not self.is_closed:
             time.sleep(BUSY)
         if self._error is not None:
             raise self._error
+        self.refuse_closed()
         self._queue.put(text)
         self.num_messages, self.num_bytes = self.num_messages + 1, self.num_bytes + len(text)
+
+    def refuse_closed(self) -> None:
+        """Raises RuntimeError if the channel is closed."""
+        if self.is_closed:
+            raise RuntimeError(CLOSED)
 
     def _send_all(self) -> None:
         """Sends what is in the queue, until None is. Messages that came while others were sent go together: to put a
@@ -90,7 +99,7 @@ class Channel:
         is_open = True
         while is_open and self._error is None:
             texts = [self._queue.get()]
-            while not self._queue.empty():
+            while texts[-1] is not None and not self._queue.empty():
                 texts.append(self._queue.get())
             is_open = texts[-1] is not None
             try:
@@ -107,19 +116,18 @@ class Channel:
             self._number += 1
 
     def receive(self, timeout: float | None = None) -> dict[str, Any]:
-        """Waits for the next message.
+        """Waits for the next message. Once the channel is closed, here or by the last message, that one comes again.
 
         Raises:
           TimeoutError: none came for `timeout` seconds. RuntimeError: the coordinator is gone.
         """
-        if self._receiver.ident is None:
-            self._receiver.start()
         try:
             heard = self._heard.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError(f"A process of this engine gave no sign for {timeout:g} s.") from None
-        if isinstance(heard, Exception):
+        if heard == CLOSE or isinstance(heard, Exception):
             self._heard.put(heard)  # for the next call
+        if isinstance(heard, Exception):
             raise heard
         return json.loads(heard)
 
@@ -142,21 +150,22 @@ class Channel:
                 if piece[0] == ".":
                     for message in text.split("\n"):
                         self._heard.put(message)
-                    self.is_closed, text = text.endswith(CLOSE), ""
+                    if text.endswith(CLOSE):
+                        self.is_closed = True
+                    text = ""
+            self._heard.put(CLOSE)  # else `receive` would wait for ever once this process has closed it
         except Exception as error:
             self._heard.put(error)
 
     def close(self) -> None:
-        """Sends the last message, if nothing has been the last yet: there is nobody to send any after it."""
-        if self.is_closed:
-            return
-        self.is_closed = True
-        if self.is_first:
-            atexit.unregister(self.close)
+        """Sends the last message, from the first process, and waits for the thread: for `LOOK` s where it receives."""
+        is_last, self.is_closed = self.is_first and not self.is_closed, True
+        atexit.unregister(self.close)
+        if is_last:
             self._queue.put(CLOSE)
             self._queue.put(None)
-            if threading.current_thread() is not self._sender:  # in which an engine may be found to be gone
-                self._sender.join()
+        if threading.current_thread() is not self._thread:  # in which an engine may be found to be gone
+            self._thread.join()
 
     def _key(self) -> str:
         return f"{self._name}/{self._number // CHUNK}/{self._number}"
@@ -174,7 +183,7 @@ class Channel:
         self._store.key_value_delete(f"{self._name}/{chunk - 2}")
         self._store.key_value_delete(f"{self._name}/read/{chunk - 1}")
 
-    def _wait(self, key: str, timeout: float | None) -> str:
+    def _wait(self, key: str, timeout: float) -> str:
         waited = 0
         while True:
             try:
@@ -186,5 +195,5 @@ class Channel:
                         "start all processes again; what was saved last can be loaded."
                     ) from error
             waited += LOOK
-            if timeout is not None and waited >= timeout:
+            if waited >= timeout:
                 raise TimeoutError(f"A process of this engine gave no sign for {waited} s.")

@@ -52,7 +52,7 @@ class LockstepCores:
         # Any thread puts requests in; the thread that runs the engine takes them out.
         self.submitted: collections.deque[Request] = collections.deque()
         self.cancelled: collections.deque[Request] = collections.deque()
-        self.is_at_work = self._is_torn = self._is_over = False
+        self.is_at_work = self._is_torn = False
         self._turn = threading.Lock()  # two threads' messages must be run in the order in which they are sent
         self._replicas: dict[int, Replica] = {}  # those that are not done, by their number in messages
         self._by_origin: dict[Request, Replica] = {}
@@ -167,8 +167,7 @@ class LockstepCores:
         for sample in [*self._by_origin, *(sample for request in self.submitted for sample in request.samples)]:
             sample.withdraw()
         self.submitted.clear()
-        if self.channel.is_first:  # the others hear of it
-            self.channel.close()
+        self.channel.close()  # the other processes hear of it if this is the first
         self.cores.close()
 
     def follow(self, *, keep: bool = False, until_release: bool = False) -> bool:
@@ -188,12 +187,11 @@ class LockstepCores:
         which."""
         failed: Exception | None = None
         while True:
-            message = {"call": "close"} if self._is_over else self._receive_after(failed)
+            message = self._receive_after(failed)
             call = message["call"]
             if call == "fail":
                 failed = None
             elif call == "close":
-                self._is_over = True
                 return call
             elif call == "update" and self.change is None:
                 raise RuntimeError(
@@ -229,6 +227,7 @@ class LockstepCores:
     def _call(self, name: str, *arguments: Any, origins: list[Request] | None = None) -> Any:
         """Makes a call in all processes, and returns this one's result."""
         self.refuse_follower()
+        self.channel.refuse_closed()
         if self._is_torn:
             raise RuntimeError(
                 "A step of this engine was cut off here, and other processes went on with it: start all processes "
