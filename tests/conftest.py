@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config, items):
     if gone := sorted(case for case in listed - there if case.partition("::")[0] in files):
         raise pytest.UsageError(f"{BY_NIGHT.name} lists tests that are not there: {', '.join(gone[:5])}")
     for item in items:
-        if item.nodeid in listed:
+        if item.nodeid in listed and item.nodeid not in config.args:  # a case that is named runs
             item.add_marker(pytest.mark.skip(reason="by day cheaper cases of this test run"))
 
 
