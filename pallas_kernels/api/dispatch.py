@@ -317,7 +317,7 @@ def explain(
 
     Args:
       op: "paged_attention", "write_kv", "write_and_attend", "causal_conv", "gated_delta_rule" or "state_space"; or
-        "select_tokens", the choice of `jaxkv.scores.indexer`: its `q`, `keys`, `tables`, and `kind` of keys.
+        "select_tokens", the choice of `jaxkv.scores.indexer`: its `q`, `keys`, `tables`, `top_k`, and `kind` of keys.
       platform: "cpu", "cuda" or "tpu"; default: that of the devices on which the arguments say that they lie, else the
         one that a program traced now would be lowered for.
       implementation: as for `paged_attention`.
@@ -336,6 +336,7 @@ def explain(
     if op in MIXERS:
         return explain_mixer(op, platform=platform, implementation=implementation, **arguments)
     if op == "select_tokens":
+        check_names(op, arguments, SELECTED)
         return explain_selection(platform=platform, implementation=implementation, **arguments)
     check_names(op, arguments)
     call = bundle_call(**arguments)
@@ -358,6 +359,9 @@ def _choose(op: str, platform: str | None, implementation: str | None, call: Cal
 
 
 TAKEN = {name for f in (paged_attention, write_kv) for name in inspect.signature(f).parameters} - {"implementation"}
+
+
+SELECTED = {"q", "keys", "tables", "top_k", "kind", "stripe"}  # arguments of `explain_selection`
 
 
 def check_names(op: str, names: Collection[str], taken: Set[str] = TAKEN, beside: Set[str] = frozenset()) -> None:

@@ -240,5 +240,7 @@ def test_who_runs():
         choice = explain(**arguments)
         assert choice.implementation == "xla" and sentence in choice.reason, choice
     assert explain(**shapes(1 << 18)).implementation == "tpu"
+    with pytest.raises(TypeError, match="select_tokens takes no tokens: it takes keys, kind, q, stripe, tables, top_k"):
+        explain(**shapes(), tokens=None)
     with pytest.raises(NotImplementedError, match="no int8 keys"):
         explain(**shapes(kind="int8", dtype="int8"), implementation="tpu")
