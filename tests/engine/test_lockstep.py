@@ -224,6 +224,29 @@ def test_all_processes_go_on_with_other_weights(store, make_as_process, follower
     assert ends == ["released", "released"] and other.tokens == first.tokens
 
 
+def test_an_update_that_fails_in_all_processes_ends_in_all(store, make_as_process, follower):
+    """Else the others would give their older weights at the first one's next update."""
+    first, other = (make_as_process(n, lambda: jaxkv.Engine(shift(0), **SIZES)) for n in range(2))
+
+    def fail():
+        raise KeyError("in an update")
+
+    def train():
+        assert other.follow(until_release=True)
+        with pytest.raises(KeyError, match="in an update"):
+            other._loop.update(fail)
+        other.update(shift(1))
+        assert other._loops[0].pipeline.leaves[0] == 1
+        assert not other.follow()
+
+    follower(train)
+    first.release()
+    with pytest.raises(KeyError, match="in an update"):
+        first._loop.update(fail)
+    first.update(shift(1))
+    first.close()
+
+
 def test_a_request_that_begins_anew_has_the_scores_of_its_prompt():
     """As `update(restart=True)` has it: what is computed for the replica is the user's."""
     with jaxkv.Engine(Checksum(WINDOWS), **SIZES) as engine:

@@ -59,7 +59,7 @@ class Closable:
 
         Raises:
           RuntimeError: this is the first process, or the engine lies on devices of this one alone; the first one is
-            gone; a step has failed here and not there.
+            gone; a step has failed here and not there; the first one has called `update`, and before it no `release`.
 
         >>> import jaxkv
         >>> engine = jaxkv.Engine(jaxkv.models.small(), max_seqs=2, max_seq_len=64)

@@ -186,10 +186,13 @@ class LockstepCores:
         """Makes the calls of the first process, until it has made a call of this name, or closes the engine; returns
         which."""
         failed: Exception | None = None
+        call = None
         while True:
             message = self._receive_after(failed)
-            call = message["call"]
+            before, call = call, message["call"]
             if call == "fail":
+                if failed is not None and before == end == "update":  # so did that of the first process
+                    raise failed
                 failed = None
             elif call == "close":
                 return call
