@@ -16,6 +16,7 @@ from host_worker import list_moves
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
+from jaxkv._core.state import multihost
 from jaxkv._core.state.interrupts import hold_back_interrupts
 from jaxkv._engine.hosts.channel import CHUNK, PIECE, Channel
 from jaxkv._engine.hosts.replica import Replica
@@ -402,6 +403,18 @@ def test_a_step_has_no_collective_that_it_has_not_in_one_process(monkeypatch):
     alone = compile_step()
     monkeypatch.setattr("jaxkv._engine.runner.device_cache.find_shared_placement", lambda mesh: place)
     assert compile_step() == alone and alone
+
+
+def test_what_is_saved_again_and_again_is_gathered_by_one_program(monkeypatch):
+    mesh = Mesh(np.array(jax.devices()[:2]), ["model"])
+    halves = NamedSharding(mesh, PartitionSpec("model"))
+    tree = {"states": [jax.device_put(jnp.arange(4.0) + i, halves) for i in range(3)], "lengths": np.arange(3)}
+    monkeypatch.setattr(multihost, "is_local", lambda tree: False)  # as with a mesh of two processes
+    monkeypatch.setattr(multihost, "_is_in_parts", lambda x: isinstance(x, jax.Array))
+    multihost._gather_on.cache_clear()
+    for _ in range(2):
+        jax.tree.map(np.testing.assert_array_equal, multihost.read_whole(tree), jax.device_get(tree))
+    assert multihost._gather_on(NamedSharding(mesh, PartitionSpec()))._cache_size() == 1
 
 
 def test_messages_are_read_in_order_and_forgotten(store, make_as_process):

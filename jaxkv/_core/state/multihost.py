@@ -5,6 +5,7 @@ processes' programs differ, which is the fault to detect.
 """
 
 import collections
+import functools
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
@@ -127,7 +128,7 @@ def read_own_part(tree: Any) -> Any:
         return jax.device_get(tree)
 
     def read(x: Any) -> np.ndarray:
-        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        if not _is_in_parts(x):
             return np.asarray(x)
         part = None
         for shard in x.addressable_shards:
@@ -146,13 +147,24 @@ def read_whole(tree: Any) -> Any:
     if is_local(tree):
         return jax.device_get(tree)
 
-    def read(x: Any) -> np.ndarray:
-        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-            assert isinstance(x.sharding, NamedSharding)
-            x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
-        return np.asarray(x)
+    leaves, structure = jax.tree.flatten(tree)
+    parts = [i for i, x in enumerate(leaves) if _is_in_parts(x)]
+    if parts:
+        gather = _gather_on(NamedSharding(leaves[parts[0]].sharding.mesh, PartitionSpec()))
+        for i, whole in zip(parts, gather([leaves[i] for i in parts]), strict=True):
+            leaves[i] = whole
+    return jax.tree.unflatten(structure, map(np.asarray, leaves))
 
-    return jax.tree.map(read, tree)
+
+def _is_in_parts(x: Any) -> bool:
+    """Tells whether no process has all of an array."""
+    return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
+
+
+@functools.lru_cache(maxsize=8)
+def _gather_on(sharding: NamedSharding) -> Any:
+    """Returns a program that lays arrays out by `sharding`: one for all calls, so that it is compiled once."""
+    return jax.jit(lambda arrays: arrays, out_shardings=sharding)
 
 
 def put_own_part(tree: Any, own: Any) -> Any:
