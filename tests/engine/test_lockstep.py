@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import signal
 import threading
@@ -267,6 +268,13 @@ def test_processes_must_agree_on_what_is_evicted(store, monkeypatch):
     for keep in (0.5, 0.5, 0.25):
         jaxkv.Engine(Checksum(WINDOWS), **SIZES, evict=jaxkv.Eviction("knorm", keep, by="layer")).close()
     assert said[0] == said[1] != said[2]
+    for kernel_size in (3, 3, 5):  # an option of the score
+        score = functools.partial(jaxkv.scores.snapkv, window_size=8, kernel_size=kernel_size)
+        said.append(repr(jaxkv.Eviction(score).plain_fields))
+    assert said[3] == said[4] != said[5]
+    jaxkv.Engine(Checksum(WINDOWS), **SIZES).close()
+    jaxkv.Engine(Checksum(WINDOWS), **SIZES, logits_hook=lambda logits, rows: logits).close()
+    assert said[6] != said[7]
 
 
 def test_an_update_that_only_one_process_calls(pair):
@@ -311,8 +319,13 @@ def test_what_was_chosen_is_computed_again_in_all_processes(store, make_as_proce
     follower(other.follow)
     output = first.submit([5, 7], 3).result()
     assert first.recompute([5, 7], output) == output == [10, 13, 16]
-    with pytest.raises(ValueError, match="recompute of requests with hook_args is for an engine in one process"):
+    refused = pytest.raises(ValueError, match="recompute where requests have hook_args is for an engine in one process")
+    with refused:
         first.recompute([5, 7], output, hook_args=1)
+    assert first.recompute([5, 7], output) == output, "nothing has changed"
+    first.submit([5, 7], 3, hook_args=1).cancel()
+    with refused:
+        first.recompute([5, 7], output)
     first.close()
 
 

@@ -204,9 +204,8 @@ class Engine(Closable, Servable, Resumable, Updatable):
         self._turn, outer_args = EngineLock(), hook_args  # of the requests that are submitted
         if processes:
             numbers: list[Any] = [step_tokens, long_prefill_tokens, steps_per_dispatch, seed, prefix_cache, spill_bytes]
-            policy = evict and (evict.name, evict.keep, evict.budget, evict.every, evict.by, evict.queries)
-            options_ = [snapshot_bytes, swap, host_bandwidth, guesses, draft == "ngram", deterministic, policy]
-            said = repr(numbers + options_)
+            others = [snapshot_bytes, swap, host_bandwidth, guesses, draft == "ngram", deterministic]
+            said = repr([*numbers, *others, evict and evict.plain_fields, logits_hook is not None])
             outer_args = HookArgs()
             self._loop = LockstepCores(self._loop, self._loops, processes, said, hook_args, outer_args)
             self._turn.refuse = self._loop.refuse_follower
@@ -496,7 +495,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
 
         Raises:
           ValueError: not a list of tokens; an engine with `evict=`, whose rows see only the tokens kept in its cache;
-            requests with `hook_args` in an engine over several processes.
+            an engine over several processes, if there are `hook_args` here or in a request that came before.
         """
         if (eviction := self._residents.eviction) is not None:
             kept = f"what {eviction.name} has kept in one"
@@ -509,11 +508,11 @@ class Engine(Closable, Servable, Resumable, Updatable):
         parts, tokens = self._pipeline, read_prompt([*read_list("prompt", prompt), *read_list("output", output)])
         if isinstance(tokens, str) or not len(prompt):
             raise ValueError("The prompt and the output must be lists of token ids, and the prompt not empty.")
+        if hook_args is not None or self._reader.hook_args.form is not None:
+            self._refuse_lockstep("recompute where requests have hook_args")
         own = self._reader.read_adapter(adapter), self._reader.read_hook_args(hook_args), self._reader.hook_args
         column, form = column_of(choice, index, len(prompt), *own)
         if isinstance(self._loop, LockstepCores):
-            if form is not None:
-                self._refuse_lockstep("recompute of requests with hook_args")
             with self._exclusive(is_brief=True):
                 chosen = self._loop.recompute(tokens, column.tolist(), choice.kind)
         else:

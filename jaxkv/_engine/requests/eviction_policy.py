@@ -109,6 +109,12 @@ class Eviction:
         """Returns the parameters of the score and their defaults."""
         return {name: layer.default for name, layer in inspect.signature(self.score).parameters.items()}  # type: ignore[arg-type]
 
+    @property
+    def plain_fields(self) -> tuple[Any, ...]:
+        """What processes of one engine must agree on, as far as it is plain: fields, and options of the score."""
+        plain = {name: x for name, x in self.parameters.items() if x is None or isinstance(x, int | float | str)}
+        return (self.name, plain, self.keep, self.budget, self.every, self.by, self.queries)
+
     def num_queries(self, max_seq_len: int) -> int:
         """Returns the number of last queries to remember for each row."""
         if "q" not in self.parameters:
