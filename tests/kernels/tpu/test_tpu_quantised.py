@@ -57,6 +57,8 @@ DECODE = {
             (255, 70), (1, 1), 8, 4, 256, rank=128, window=100, sink_tokens=4, soft_cap=30.0, sinks=True, **NIBBLES_BF16
         ),
         Case((300, 5), (1, 1), 7, 1, 64, rank=32, **{**NIBBLES, "block_size": 256}),
+        Case((129, 5), (1, 1), 4, 1, 512, rank=256, **{**NIBBLES, "stored_head_dim": 512}),  # Gemma's
+        Case((131, 70), (1, 1), 6, 3, 192, rank=96, **NIBBLES),
     ],
 }
 MIXED = {
