@@ -392,7 +392,7 @@ def _kernel(
 
             @pl.loop(0, jnp.where(whole, 0, parts))
             def _(part):
-                at = part * part_pages
+                at = lax.convert_element_type(part, jnp.int32) * part_pages
                 pl.when(first_key + at * pages.page_size < limit)(lambda: attend_part(at))
 
         return 1 - slot

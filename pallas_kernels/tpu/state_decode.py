@@ -227,7 +227,7 @@ def _kernel(rows, sources, targets, snapshots, firsts, counts, *refs, update, ma
             copy.start()
             copy.wait()
 
-        return (*ahead, *after(item, group), *was_sent[1:], jnp.where(target >= 0, 1, 0))
+        return (*ahead, *after(item, group), *was_sent[1:], (target >= 0).astype(jnp.int32))
 
     carry = tuple(marks[i] for i in range(4 + LEAVING))
     carry = lax.fori_loop(firsts[block] * groups, firsts[block + 1] * groups, step, carry)
