@@ -35,6 +35,15 @@ def choose(op: str, implementation: str | None, platform: str | None, call: Call
     return choose_among(lambda name: unsupported(name, op, call), implementation, platform)
 
 
+def run_chosen(bind: Callable[[str], Callable[..., Any]], choice: str, insists: bool, *arrays: Any) -> Any:
+    """Returns what `bind(choice)` makes of arrays. Unless the caller `insists`, the program may still be lowered for
+    another platform than the one guessed: XLA runs there."""
+    platform = IMPLEMENTATIONS[choice]
+    if insists or platform is None:
+        return bind(choice)(*arrays)
+    return jax.lax.platform_dependent(*arrays, default=bind("xla"), **{platform: bind(choice)})
+
+
 def choose_among(find_refusal: Callable[[str], str | None], implementation: str | None, platform: str | None) -> Choice:
     """Returns the choice where `find_refusal` says why a backend cannot run what is asked for; None: it can."""
     if implementation is not None:

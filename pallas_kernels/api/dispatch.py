@@ -31,6 +31,7 @@ from pallas_kernels.api.backends import (
     find_platform,
     list_kernels,
     read_platform,
+    run_chosen,
     unsupported,
 )
 from pallas_kernels.api.mixer_dispatch import forget_mixers
@@ -471,14 +472,10 @@ def _run(op: str, implementation: str | None, static: _Static, arrays: list) -> 
     if implementation is None and choice.implementation == "xla":
         warn_of_sizes(op, choice.reason, call)
 
-    def on(name: str) -> Any:
+    def bind(name: str) -> Any:
         return lambda arrays: _run_on(name, op, static.call(arrays))
 
-    platform = IMPLEMENTATIONS[choice.implementation]
-    if implementation is not None or platform is None:
-        return on(choice.implementation)(arrays)
-    # The program may still be lowered for another platform than the one guessed: decide there.
-    return jax.lax.platform_dependent(arrays, default=on("xla"), **{platform: on(choice.implementation)})
+    return run_chosen(bind, choice.implementation, implementation is not None, arrays)
 
 
 def _run_on(name: str, op: str, call: Call) -> Any:

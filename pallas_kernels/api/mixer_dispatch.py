@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from pallas_kernels.api.backends import IMPLEMENTATIONS, REGISTERED, Choice, choose_among, find_backend, read_platform
+from pallas_kernels.api.backends import REGISTERED, Choice, choose_among, find_backend, read_platform, run_chosen
 from pallas_kernels.api.mixer_arguments import SHAPES_ONLY, check_arguments, check_batch
 from pallas_kernels.common.state_batch import MixerCall, StateBatch
 
@@ -116,14 +116,10 @@ def _once(
     def run(name: str, arrays: dict[str, Any], batch: StateBatch) -> Any:
         return getattr(_find_mixers(name), op)(**arrays, **dict(static), batch=batch._replace(every=every))
 
-    def on(name: str) -> Any:
+    def bind(name: str) -> Any:
         return functools.partial(run, name) if name in DIFFERENTIABLE else _with_gradient(run, name)
 
-    platform = IMPLEMENTATIONS[implementation]
-    if insists or platform is None:
-        return on(implementation)(arrays, batch)
-    # The program may still be lowered for another platform than the one guessed: decide there.
-    return jax.lax.platform_dependent(arrays, batch, default=on("xla"), **{platform: on(implementation)})
+    return run_chosen(bind, implementation, insists, arrays, batch)
 
 
 def _with_gradient(run: Any, name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.api.backends import IMPLEMENTATIONS, Choice, choose_among, find_backend, read_platform
+from pallas_kernels.api.backends import Choice, choose_among, find_backend, read_platform, run_chosen
 from pallas_kernels.api.mixer_dispatch import is_divided
 from pallas_kernels.common.batch import MaskSpec, PagedBatch
 from pallas_kernels.common.quantization import find_format
@@ -38,11 +38,8 @@ def select_tokens(
 
         return run
 
-    platform, arrays = IMPLEMENTATIONS[choice.implementation], (q, weights, stored.keys, stored.scale, batch)
-    if implementation is not None or platform is None:
-        return bind(choice.implementation)(*arrays)
-    # The program may still be lowered for another platform than the one guessed: decide there.
-    return jax.lax.platform_dependent(*arrays, default=bind("xla"), **{platform: bind(choice.implementation)})
+    arrays = (q, weights, stored.keys, stored.scale, batch)
+    return run_chosen(bind, choice.implementation, implementation is not None, *arrays)
 
 
 def explain_selection(
