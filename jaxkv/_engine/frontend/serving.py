@@ -190,10 +190,13 @@ class Servable:
     @property
     def num_waiting(self) -> int:
         """Samples that have no row yet, or none any more; not those that are cancelled."""
-        submitted = [sample for request in list(self._loop.submitted) for sample in request.samples]
         first = [sequence for loop in self._loops for sequence in list(loop.scheduler.waiting)]
         taken_in = [sequence.request.origin for leader in first for sequence in (leader, *leader.followers)]
-        return sum(not sample.done for sample in submitted + taken_in)
+        return sum(not sample.done for sample in self._list_submitted() + taken_in)
+
+    def _list_submitted(self) -> list[Request]:
+        """Returns the samples that no step has taken in yet."""
+        return [sample for request in list(self._loop.submitted) for sample in request.samples]
 
     def _refuse_served(self, method: str) -> None:
         """Raises RuntimeError if a thread of `serve` takes the steps."""
@@ -251,8 +254,8 @@ class Servable:
 
     def _wake_all(self) -> None:
         """Has all who wait look again: who takes the steps has changed, or what they wait for."""
-        submitted = [sample for request in list(self._loop.submitted) for sample in request.samples]
-        for request in [*submitted, *(request.origin for loop in self._loops for request in list(loop.open))]:
+        taken_in = [request.origin for loop in self._loops for request in list(loop.open)]
+        for request in self._list_submitted() + taken_in:
             call_all(request.listeners)
         call_all(self._idle_listeners)
 
