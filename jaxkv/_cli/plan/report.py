@@ -8,6 +8,7 @@ from jaxkv._cli.plan.capacity import Plan
 from jaxkv._cli.plan.chips import KERNEL_FORMATS, Chip
 from jaxkv._cli.plan.decode_step import DecodeStep, decode_step
 from jaxkv._cli.plan.devices import Devices
+from jaxkv._core.config.kv_packing import can_share_bytes
 from pallas_kernels.common.quantization import FORMATS
 
 
@@ -82,10 +83,7 @@ class Report:
         format, layers = FORMATS[dtype], [layer for layer in self.model.layer_configs if not layer.is_recurrent]
         if self.chip is None or not format.is_quantized:
             return True
-        # Four bits of latent rows, and of values of another width, have no two numbers to share a byte.
-        is_read = format.group_size is None or all(
-            layer.row_rank is None and layer.head_dim % format.group_size == 0 for layer in layers
-        )
+        is_read = format.group_size is None or all(can_share_bytes(layer, format) for layer in layers)
         return is_read and dtype in KERNEL_FORMATS[self.chip.platform]
 
     @functools.cached_property

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.config.kv_packing import Apart, Nibbles, OneRow, Pairs
+from jaxkv._core.config.kv_packing import Apart, Nibbles, OneRow, Pairs, can_share_bytes
 from jaxkv._core.config.layer_config import kind_of
 from jaxkv._core.config.layer_groups import Groups
 from jaxkv._core.config.validation import is_tracing
@@ -48,8 +48,7 @@ class ByteSizes(Groups):
         """Returns how keys and values are packed into the rows of a layer's pool; see `join_kv`."""
         found, kind = self.layer_config(layer), self.kind(layer)
         if kind.group_size is not None:
-            fills = self.head_dim_multiple % LANES == 0 and found.head_dim % kind.group_size == 0
-            in_bytes = self.join_kv and fills and found.row_rank is None
+            in_bytes = self.join_kv and self.head_dim_multiple % LANES == 0 and can_share_bytes(found, kind)
             return Nibbles(found.head_dim) if in_bytes else Apart(found.row_dim)
         is_padded = self._padded(2 * found.head_dim) < 2 * self._padded(found.head_dim)
         if not self.join_kv or not is_padded or found.row_rank is not None:

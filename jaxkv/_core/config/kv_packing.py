@@ -119,6 +119,12 @@ class OneRow(Apart):
         return jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(q.shape[-1], 0)])
 
 
+def can_share_bytes(layer: Any, format: Any) -> bool:
+    """Tells whether a number of a layer's values and one of its keys can share a byte: not those of latent rows or of
+    values of another width, and only where scales of groups divide a head."""
+    return format.group_size is not None and layer.row_rank is None and layer.head_dim % format.group_size == 0
+
+
 class Nibbles(OneRow):
     """A head's values and keys in one row as its format makes it of both side by side: in the low and the high bits of
     the same bytes. Both are of numbers as they are stored. Scales stay apart, `[.., 2, K, block_size, G]`."""
