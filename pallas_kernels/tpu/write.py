@@ -30,7 +30,6 @@ from pallas_kernels.tpu.pages import (
 )
 from pallas_kernels.tpu.quantize import encodable, quantize, scales_along_lanes, scales_as_given
 
-GROUP = 32  # entries of a head, in four bits
 PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
 RING_BYTES = 24 * 2**20  # of vector memory
 SLOTS = 8  # pages in flight
@@ -50,7 +49,7 @@ class Runs(NamedTuple):
 def write_kv(k, v, stored: StoredKV, batch: PagedBatch, *, interpret=False) -> StoredKV:
     """Stores what [`pallas_kernels.write_kv`][] does, in place if kv is donated; tokens without a block go nowhere."""
     kv, quantized = stored.kv, stored.format.is_quantized
-    page_size = page_tokens(kv)
+    page_size = page_tokens(kv, stored.format.group_size)
     token_axes, rows = k.shape[:-2], batch.block_tables.shape[0]
     fits = page_size is not None and 0 < 5 * max_runs(token_axes, rows, page_size) <= SMEM_ENTRIES
     if quantized and (not fits or (nibbles.has_groups(stored) and not stored.is_packed)):
@@ -68,37 +67,42 @@ def write_kv(k, v, stored: StoredKV, batch: PagedBatch, *, interpret=False) -> S
     return write(stored, flat, runs, page_size=page_size, interpret=interpret)
 
 
-def page_tokens(kv) -> int | None:
-    """Tokens of a page of this pool, or None if no page fits the ring: then `scatter` writes."""
+def page_tokens(kv, group_size: int | None = None) -> int | None:
+    """Returns the tokens of a page of this pool, or None if no page fits the ring: then `scatter` writes.
+
+    Args:
+      group_size: of the pool's format, entries that share a scale: keys and values then come apart, and share bytes.
+    """
     if kv.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.uint8):
         return None
     block_size, tile = kv.shape[3], page_tile(kv.dtype)
     pages = [n for n in range(tile, max(PAGE_TOKENS, tile) + 1, tile) if block_size % n == 0] or [block_size]
-    return next((n for n in reversed(pages) if slots(kv, n) >= 2), None)
+    return next((n for n in reversed(pages) if slots(kv, n, group_size) >= 2), None)
 
 
-def slots(kv, page_size: int) -> int:
-    """How many pages the ring holds: a power of two."""
-    count = RING_BYTES // _slot_bytes(kv, page_size)
+def slots(kv, page_size: int, group_size: int | None = None) -> int:
+    """Returns how many pages the ring holds: a power of two."""
+    count = RING_BYTES // _slot_bytes(kv, page_size, group_size)
     return min(SLOTS, 1 << (count.bit_length() - 1)) if count else 0
 
 
-def _slot_bytes(kv, page_size: int) -> int:
-    """Of vector memory: new tokens, and the page before and after."""
+def _slot_bytes(kv, page_size: int, group_size: int | None) -> int:
+    """Returns the vector memory of new tokens, and of the page before and after."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
     quantised = kv.dtype.itemsize == 1
-    may_group = kv.dtype == jnp.uint8 and parts == 1  # four bits: keys and values come apart, with scales of groups
-    lines = num_kv_heads * (max(1, head_dim // GROUP) if may_group else 1)
-    sources = (2 if may_group else parts, page_size, num_kv_heads, head_dim)
+    lines = num_kv_heads * (1 if group_size is None else max(1, head_dim // group_size))
+    sources = (parts if group_size is None else 2, page_size, num_kv_heads, head_dim)
     fresh = vector_bytes(sources, jnp.float32 if quantised else kv.dtype)
     scales = 2 * vector_bytes((2, lines, page_size), jnp.float32) if quantised else 0
     return fresh + 2 * vector_bytes((parts, num_kv_heads, page_size, head_dim), kv.dtype) + scales
 
 
-def write_bytes(kv) -> int:
-    """Vector memory that the kernel takes, at most."""
-    page_size = page_tokens(kv)
-    return SPILL_BYTES + slots(kv, page_size) * _slot_bytes(kv, page_size) if page_size else 0
+def write_bytes(kv, group_size: int | None = None) -> int:
+    """Returns the vector memory that the kernel takes, at most."""
+    page_size = page_tokens(kv, group_size)
+    if not page_size:
+        return 0
+    return SPILL_BYTES + slots(kv, page_size, group_size) * _slot_bytes(kv, page_size, group_size)
 
 
 def max_runs(token_axes: tuple[int, ...], rows: int, page_size: int) -> int:
@@ -157,7 +161,7 @@ def write(stored: StoredKV, new, runs: Runs, *, page_size: int, interpret=False)
     """
     kv = stored.kv
     _, parts, num_kv_heads, _, head_dim = kv.shape
-    depth = slots(kv, page_size)
+    depth = slots(kv, page_size, stored.format.group_size)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     page = pltpu.VMEM((depth, parts, num_kv_heads, page_size, head_dim), kv.dtype)
     pools, buffers = [kv], [page, page]
@@ -184,7 +188,7 @@ def write(stored: StoredKV, new, runs: Runs, *, page_size: int, interpret=False)
         cost_estimate=pl.CostEstimate(
             flops=0, transcendentals=0, bytes_accessed=2 * len(new) * new[0].size * new[0].dtype.itemsize
         ),
-        compiler_params=compiler_params(write_bytes(kv)),
+        compiler_params=compiler_params(write_bytes(kv, stored.format.group_size)),
         interpret=interpret,
         name="paged_write",
     )(*runs, *new, *pools)

@@ -39,14 +39,14 @@ def devices(topology, bounds):
     return topologies.get_topology_desc(platform="tpu", topology_name=topology, chips_per_host_bounds=bounds).devices
 
 
-def vector_memory(text, q, kv, tables, deterministic=False, groups=1):
+def vector_memory(text, q, kv, tables, deterministic=False, groups=1, group_size=None):
     """Of each kernel in a compiled program the vector memory that it takes, by the compiler and by the model."""
     heads, rows = q.shape[-2], tables.shape[0]
     tile = tile_tokens(q.shape[-3], heads, kv, tables, q.dtype, deterministic, groups)
     models = {
         "decode": decode_bytes(rows, heads, kv, tables, q.dtype, deterministic=deterministic, groups=groups),
         "prefill": prefill_bytes(tile, heads, kv, tables, q.dtype, deterministic=deterministic, groups=groups),
-        "write": write_bytes(kv),
+        "write": write_bytes(kv, group_size),
     }
     found = re.findall(r'%paged_(\w+)[.\d]* = .*?"used_scoped_memory_configs":\[{[^]]*?"size":"(\d+)"}\]', text)
     return [
@@ -143,7 +143,13 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         "vector memory": []
         if cascade or sharded
         else vector_memory(
-            text, q, pool["kv"], tables, deterministic, rank // format.group_size if format.group_size else 1
+            text,
+            q,
+            pool["kv"],
+            tables,
+            deterministic,
+            rank // format.group_size if format.group_size else 1,
+            format.group_size,
         ),
     }
 

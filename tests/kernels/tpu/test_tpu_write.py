@@ -10,6 +10,7 @@ from nightly import NIGHTLY
 import pallas_kernels
 from pallas_kernels import reference, testing, tpu
 from pallas_kernels.testing import Case
+from pallas_kernels.tpu import write
 
 pytestmark = pytest.mark.timeout(240, method="thread")
 BF16 = {"dtype": "bfloat16", "stored_head_dim": 128, "head_dim": 128}
@@ -120,3 +121,11 @@ def test_no_tokens_at_all():
     assert k.shape[0] == 0
     actual = pallas_kernels.write_kv(inputs.kv, k, v, *inputs[2:], implementation="tpu")
     np.testing.assert_array_equal(interpreter.bits(actual), interpreter.bits(inputs.kv))
+
+
+def test_only_four_bits_take_the_room_of_two_sources():
+    """Float8 rows are bytes of the same dtype: what shares a byte is the format's to say, not the pool's."""
+    rows = jax.ShapeDtypeStruct((9, 1, 1, 128, 640), jnp.uint8)
+    page = write.page_tokens(rows)
+    assert write.slots(rows, page) > write.slots(rows, page, group_size=32)
+    assert write.write_bytes(rows) <= write.write_bytes(jax.ShapeDtypeStruct(rows.shape, jnp.int8))
