@@ -50,7 +50,7 @@ def dense(
 
 def read_rows(stored: StoredKV, tables: jax.Array, head_dim: int | None) -> tuple[jax.Array, jax.Array]:
     """`dense` of a bundled pool."""
-    stored = stored.by_row
+    stored = stored.join_scales()
     kv, kv_scale, rank = stored.kv, stored.scale, stored.latent_rank
     blocks = kv[tables]  # [S, M, 2, K, block_size, D]
     if stored.is_packed:  # a scale as keys, and one as values

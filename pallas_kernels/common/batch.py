@@ -40,10 +40,9 @@ class StoredKV:
         """The rank of packed rows."""
         return self.latent_rank if self.is_packed else None
 
-    @property
-    def by_row(self) -> "StoredKV":
-        """The pool with the scales of packed rows one after another, as those of other rows are, if they are scales of
-        groups of entries: a copy of all of them."""
+    def join_scales(self) -> "StoredKV":
+        """Returns the pool with the scales of packed rows one after another, as those of other rows are, if they are
+        scales of groups of entries: a copy of all of them."""
         if not self.is_packed or self.format.group_size is None or self.scale is None:
             return self
         keys, values = self.scale[:, :1], self.scale[:, 1:]

@@ -29,6 +29,7 @@ from pallas_kernels.tpu.pages import (
     divide,
     in_hbm,
     output,
+    pad,
     page_tile,
     vector_bytes,
 )
@@ -105,11 +106,11 @@ def select_best(inputs: IndexQueries, lanes: Lanes, kept: int, *, interpret: Any
         first = jnp.where(position < 0, capacity, jnp.maximum(window_mask.first(position), 0))
         begin = jnp.minimum(first.min(axis=2), limit)
     heads = -(-inputs.q.shape[1] // 8) * 8
-    q = _pad(inputs.q[token], (3, heads), (4, keys.shape[-1]))  # [tiles, rows, queries, heads, E]
+    q = pad(pad(inputs.q[token], heads, axis=3), keys.shape[-1])  # [tiles, rows, queries, heads, E]
     if keys.dtype == jnp.bfloat16 != q.dtype:  # three parts, the smallest first, whose products with keys are exact
         q = jnp.stack(split(q.astype(jnp.float32))[::-1], axis=3)
     q = q.astype(keys.dtype)
-    weights = _pad(inputs.weights[token].astype(jnp.float32), (3, heads))
+    weights = pad(inputs.weights[token].astype(jnp.float32), heads)
     weights = jnp.broadcast_to(weights[..., None], (*weights.shape, LANES))
     q, weights = (x.reshape(tiles, QUERIES, -1, x.shape[-1]) for x in (q, weights))
     places = jnp.broadcast_to(position.reshape(tiles, QUERIES, 1), (tiles, QUERIES, LANES))
@@ -234,13 +235,6 @@ def _make_sums() -> jax.Array:
     return jnp.concatenate([before, jnp.ones_like(before)], axis=1).astype(jnp.bfloat16)
 
 
-def _pad(x: jax.Array, *sizes: tuple[int, int]) -> jax.Array:
-    widths = [(0, 0)] * x.ndim
-    for axis, size in sizes:
-        widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths)
-
-
 def _kernel(
     row_ref, firsts, lasts, limits, successors, totals, tables, q_ref, weights_ref, places_ref, sums_ref, pool,
     score_ref, found_ref, buffer, arriving, scores, numbers, moves, *, rows, columns, kept, window_mask, block_size,
@@ -346,7 +340,7 @@ def _select(lines, position, sums, scores, numbers, moves, score_ref, found_ref,
     turns = divide(count + (UNROLLED - 1), UNROLLED)
     lane = lax.broadcasted_iota(jnp.int32, (QUERIES, LANES), 1)
 
-    def over(function, carry=None):
+    def fold_lines(function, carry=None):
         """Runs a function of a line's number, counted from the first, and of what it returned for the one before."""
 
         def turn(i, carry):
@@ -365,20 +359,22 @@ def _select(lines, position, sums, scores, numbers, moves, score_ref, found_ref,
         bits = lax.bitcast_convert_type(scores[jnp.minimum(begin + i, scores.shape[0] - 1)] + 0.0, jnp.int32)
         numbers[i] = jnp.where(seen, bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST)
 
-    over(order)
+    fold_lines(order)
+
+    def count_numbers(is_counted):
+        """Returns how many numbers of each query are counted, in all lanes."""
+        nothing = jnp.zeros((QUERIES, LANES), jnp.int32)
+        return _sum_lines(fold_lines(lambda i, sum: sum + jnp.where(is_counted(numbers[i]), 1, 0), nothing))
 
     def narrow(bit, threshold):
         """Takes one more bit into the threshold, if as many numbers as are kept are at least as large."""
         bit = lax.convert_element_type(bit, jnp.int32)
         more = threshold | lax.shift_left(jnp.int32(1), 31 - bit)
         least = more ^ LOWEST
-        found = over(lambda i, sum: sum + jnp.where(numbers[i] >= least, 1, 0), jnp.zeros((QUERIES, LANES), jnp.int32))
-        enough = _sum_lines(found) >= kept
-        return jnp.where(enough, more, threshold)
+        return jnp.where(count_numbers(lambda number: number >= least) >= kept, more, threshold)
 
     threshold = lax.fori_loop(0, 32, narrow, jnp.zeros((QUERIES, LANES), jnp.int32)) ^ LOWEST
-    above = over(lambda i, sum: sum + jnp.where(numbers[i] > threshold, 1, 0), jnp.zeros((QUERIES, LANES), jnp.int32))
-    wanted = kept - _sum_lines(above)  # of those that are equal
+    wanted = kept - count_numbers(lambda number: number > threshold)  # of those that are equal
 
     def measure(i, before):
         """Notes how far each number moves: twice that and 1 of those that do, 0 of the others."""
@@ -396,7 +392,7 @@ def _select(lines, position, sums, scores, numbers, moves, score_ref, found_ref,
         return before[0] + found[:QUERIES, LANES:], before[1] + found[QUERIES:, LANES:]
 
     nothing = jnp.zeros((QUERIES, LANES), jnp.int32)
-    over(measure, (nothing, nothing))
+    fold_lines(measure, (nothing, nothing))
     for i in range(UNROLLED):  # behind the last line nothing comes
         moves[turns * UNROLLED + i] = nothing
     for bit in range(7):

@@ -31,13 +31,13 @@ from pallas_kernels.common.quantization import (
     lose_parts,
 )
 
-LANES = 128
+LANES = 128  # of a register, as in `pages`, beside which this module stands
 _EXPONENT = 0x41C0  # of a 16-bit float from 16 to 32, and what turns a code's sign bit over
 _OFFSET = 23.5  # of that float over the code and a half
 
 
 def has_groups(stored: StoredKV) -> bool:
-    """Whether a pool is stored as this module reads it."""
+    """Tells whether a pool is stored as this module reads it."""
     return stored.format.group_size is not None
 
 

@@ -30,7 +30,7 @@ MASKED = float(np.finfo(np.float32).min)
 def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions):
     """Computes what [`pallas_kernels.paged_attention`][] means."""
     *token_axes, num_heads, head_dim = q.shape
-    stored = stored.by_row
+    stored = stored.join_scales()
     kv, tables, deterministic, sinks = stored.kv, batch.block_tables, options.deterministic, options.sinks
     num_tokens, width = math.prod(token_axes), stored.value_dim(head_dim)
     if num_tokens == 0:

@@ -33,9 +33,9 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
 
     Rows are read by themselves, also those that are `shared`.
     """
-    if (by_row := call.stored.by_row) is not call.stored:
-        found = attention_gradients(out_bar, lse_bar, out, lse, call._replace(stored=by_row))
-        _, pull = jax.vjp(lambda scale: call.stored.replace(None, scale).by_row.scale, call.stored.scale)
+    if (joined := call.stored.join_scales()) is not call.stored:
+        found = attention_gradients(out_bar, lse_bar, out, lse, call._replace(stored=joined))
+        _, pull = jax.vjp(lambda scale: call.stored.replace(None, scale).join_scales().scale, call.stored.scale)
         return found._replace(stored=call.stored.replace(found.stored.kv, *pull(found.stored.scale)))
     q, stored, options, (kv, kv_scale) = call.q, call.stored, call.options, (call.stored.kv, call.stored.scale)
     format, rank, halves, packed = stored.format, stored.latent_rank, stored.half_rank, stored.is_packed
