@@ -91,7 +91,8 @@ UNREACHABLE = "process 0, which coordinates, cannot be reached any more"
 
 def _exit(why: str) -> None:
     sentence = f"jaxkv: process {jax.process_index()} ends, because {why.rstrip('.')}."
-    os.write(2, f"{sentence} Start all processes again; what was saved last can be loaded.\n".encode())
+    # On a line of its own: another thread may be in the middle of a traceback.
+    os.write(2, f"\n{sentence} Start all processes again; what was saved last can be loaded.\n".encode())
     os._exit(1)  # other threads may wait forever
 
 

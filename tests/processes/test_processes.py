@@ -195,6 +195,18 @@ def test_an_error_of_the_device_is_a_failure_once_all_others_gave_a_sign(clock, 
     assert store.said["jaxkv/beats/0"].startswith("lost process 1")
 
 
+def test_the_sentence_has_a_line_of_its_own(monkeypatch):
+    """Also where another thread was in the middle of a traceback when the process had to end."""
+    written, codes = [], []
+    monkeypatch.setattr(jaxkv.distributed.os, "write", lambda file, text: written.append((file, text.decode())))
+    monkeypatch.setattr(jaxkv.distributed.os, "_exit", codes.append)
+    jaxkv.distributed._exit("process 1 is gone")
+    ((file, text),) = written
+    last = last_words(f"  File engine.py, line 3\n      ^^^^{text}")
+    assert last.startswith("jaxkv: process 0 ends, because process 1")
+    assert (file, codes) == (2, [1])
+
+
 @pytest.mark.skipif(not NIGHTLY, reason="each device has its programs to compile")
 def test_an_engine_in_each_process(tmp_path):
     """Of one mesh; one is killed, and another process goes on with what it has saved."""

@@ -160,6 +160,7 @@ class CountedReplica(example.Replica):
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # Ray's own processes, which do nothing with JAX
 @skip_by_day("an actor is a process that compiles: by day the same router is tried over replicas in this one")
 def test_ray_actors_that_die_are_replaced():
     """Two actors, of which one is killed with requests on their way; all have their tokens."""
