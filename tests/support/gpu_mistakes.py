@@ -6,7 +6,9 @@ import sys
 import types
 from typing import Any
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from planting import Plant, Sources, plant_in_copy
 
@@ -14,6 +16,9 @@ from pallas_kernels import gpu
 
 NAME = gpu.__name__
 SOURCES = Sources(pathlib.Path(gpu.__file__).parent, NAME)
+# How a trial may end in which something is read before it is there.
+UNSYNCHRONISED = {"race", "wrong", "barrier"}
+unless_on_a_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="a known-bad kernel may hang a GPU")
 
 
 def plant(monkeypatch, *plants: Plant) -> None:
@@ -46,3 +51,10 @@ def outcome(trial: Any) -> str:
         return named[0] if named else repr(e)
     finally:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def outcome_with(monkeypatch, trial: Any, *plants: Plant) -> str:
+    """Returns how a trial ends, under the plans that it asks for, with these mistakes in the kernels."""
+    trial.use_plans(monkeypatch)
+    plant(monkeypatch, *plants)
+    return outcome(trial)

@@ -1,16 +1,13 @@
 """The GPU kernel over latent rows: NaN in all that must not be read, races detected, and known mistakes caught."""
 
-import jax
 import pytest
-from gpu_mistakes import SOURCES, plant
+from gpu_mistakes import SOURCES, UNSYNCHRONISED, outcome_with, unless_on_a_gpu
 from nightly import NIGHTLY
 from planting import Plant
-from test_gpu_controls import outcome
 from trials import LATENT
 
 BY_DAY = ("two tiles of heads, cut",)
 
-UNSYNCHRONISED = {"race", "wrong", "barrier"}
 # What is wrong, on which trial, the outcomes that show it, and what is planted.
 MISTAKES = {
     "weights read before they are there": (
@@ -204,14 +201,12 @@ def test_against_numpy(name, interpret, monkeypatch):
     LATENT[name].check(interpret)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a known-bad kernel may hang a GPU")
+@unless_on_a_gpu
 @pytest.mark.skipif(not NIGHTLY, reason="by day those of the other kernels")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake(name, monkeypatch):
     trial, expected, *plants = MISTAKES[name]
-    LATENT[trial].use_plans(monkeypatch)
-    plant(monkeypatch, *plants)
-    assert outcome(LATENT[trial]) in expected
+    assert outcome_with(monkeypatch, LATENT[trial], *plants) in expected
 
 
 def test_every_mistake_can_be_made():

@@ -1,11 +1,9 @@
 """The GPU kernels over quantised pools: any bits under NaN scales in everything that must not be read."""
 
-import jax
 import pytest
-from gpu_mistakes import SOURCES, plant
+from gpu_mistakes import SOURCES, outcome_with, unless_on_a_gpu
 from nightly import NIGHTLY
 from planting import Plant
-from test_gpu_controls import outcome
 from trials import QUANTISED_DECODE, QUANTISED_PREFILL
 
 TRIALS = {f"decode, {name}": trial for name, trial in QUANTISED_DECODE.items()}
@@ -86,13 +84,11 @@ def test_against_numpy(name, interpret, monkeypatch):
     TRIALS[name].check(interpret)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a known-bad kernel may hang a GPU")
+@unless_on_a_gpu
 @pytest.mark.parametrize("name", MISTAKES if NIGHTLY else MISTAKES_BY_DAY)
 def test_mistake(name, monkeypatch):
     trial, expected, *plants = MISTAKES[name]
-    trial.use_plans(monkeypatch)
-    plant(monkeypatch, *plants)
-    assert outcome(trial) in expected
+    assert outcome_with(monkeypatch, trial, *plants) in expected
 
 
 def test_every_mistake_can_be_made():

@@ -6,7 +6,7 @@ Then negative controls: with a known mistake it must fail. What only the compile
 import jax
 import jax.numpy as jnp
 import pytest
-from gpu_mistakes import SOURCES, outcome, plant
+from gpu_mistakes import SOURCES, outcome, plant, unless_on_a_gpu
 from nightly import NIGHTLY
 from planting import Plant
 from state_trials import TRIALS, draw_trial
@@ -176,7 +176,7 @@ MISTAKES = {
 MISTAKES_BY_DAY = ("a state read before it arrives", "rows that share a slot at once")
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a known-bad kernel may hang a GPU")
+@unless_on_a_gpu
 @pytest.mark.parametrize("name", MISTAKES if NIGHTLY else MISTAKES_BY_DAY)
 def test_mistake(name, monkeypatch):
     trial, expected, *plants = MISTAKES[name]

@@ -1,4 +1,4 @@
-"""How the work is spread over the chip: arithmetic on the work lists, no kernel runs."""
+"""How the work is spread over the chip: arithmetic on the work lists, and kernels that must fail on wrong ones."""
 
 import functools
 import heapq
@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nightly import NIGHTLY
+from gpu_mistakes import SOURCES, outcome_with, unless_on_a_gpu
+from nightly import NIGHTLY, skip_by_day
+from planting import Plant
+from trials import DECODE, PREFILL
 
 from pallas_kernels.common.masks import WindowMask
 from pallas_kernels.gpu import tuning, work_items as work
@@ -199,3 +202,75 @@ def test_plans_go_by_the_multiprocessors_of_the_chip_at_hand(monkeypatch):
     assert tuning.decode_plan(128, 8).num_blocks == 2 * 78 and tuning.merge_blocks() == 4 * 78
     monkeypatch.setitem(tuning.TUNED_DECODE, (("NVIDIA H20", 78), 128, 8), tuned)
     assert tuning.decode_plan(128, 8) is tuned
+
+
+# By name: the trial, how it may end, and what is planted.
+MISTAKES = {
+    "work: a span cut off at its item's end": (
+        PREFILL["spans"],
+        {"wrong"},
+        Plant(
+            "prefill_items",
+            "(tiles.start, tiles.stop, tiles.tokens, tiles[3:])",
+            "(tiles.start, stop, tiles.tokens, tiles[3:])",
+        ),
+    ),
+    "work: token_masks in another order than items": (
+        PREFILL["spans"],
+        {"wrong"},
+        Plant("prefill_items", "token_masks[order]", "token_masks"),
+    ),
+    "work: chunks that overlap": (
+        PREFILL["chunks"],
+        {"wrong"},
+        Plant("prefill_items", "chunk + 1", "chunk + 2"),
+    ),
+    "work: lengths beyond the table": (
+        DECODE["beyond the table"],
+        {"wrong", "buffer has shape"},
+        Plant("decode_items", "jnp.clip(length, 0, capacity)", "length"),
+    ),
+    "work: the gap walked": (
+        DECODE["first tokens"],
+        {"wrong"},
+        Plant("decode_items", "first = walk_from(first, window_mask, tile_tokens)", "first *= 0"),
+    ),
+    "work: rows that begin with their chunk": (
+        DECODE["more rows than a chunk"],
+        {"wrong", "barrier"},
+        Plant("decode_items", "b + along(x, 0)", "b"),
+    ),
+    "work: a row's items where the next one's are": (
+        DECODE["lengths"],
+        {"wrong", "barrier"},
+        Plant("decode_items", "line < nth + j * ROWS_AT_ONCE", "line <= nth + j * ROWS_AT_ONCE"),
+    ),
+    "work: the rows in parts listed in one place": (
+        DECODE["window, cut"],
+        {"wrong", "buffer has shape"},
+        Plant("decode_items", "wide(nth_cut, 1)", "wide(0 * nth_cut, 1)"),
+    ),
+    "work: the last tile left out": (
+        DECODE["ring"],
+        {"wrong"},
+        Plant("decode_items", "length + (tile_tokens - 1)", "length"),
+    ),
+    "work: the first token's window not heeded": (
+        DECODE["few tokens, window"],
+        {"wrong"},
+        Plant("decode_items", "length - count", "length - 1"),
+    ),
+}
+
+
+@unless_on_a_gpu
+@skip_by_day("those of decode, in test_gpu_decode.py")
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake(name, monkeypatch):
+    trial, expected, *plants = MISTAKES[name]
+    assert outcome_with(monkeypatch, trial, *plants) in expected
+
+
+def test_every_mistake_can_be_made():
+    for name, (_, _, *plants) in MISTAKES.items():
+        assert SOURCES.broken(*plants), name
