@@ -10,7 +10,7 @@ from interpreter import PLAIN, RACES
 from jax.experimental import pallas as pl
 from nightly import NIGHTLY
 from planting import Plant
-from test_negative_controls import SOURCES, broken
+from tpu_mistakes import SOURCES, broken
 
 import pallas_kernels
 from pallas_kernels import testing, tpu

@@ -1,11 +1,17 @@
-"""The TPU's write kernel on the interpreter: bit for bit what the reference writes, and nothing else in the pool."""
+"""The TPU's write kernel on the interpreter: bit for bit what the reference writes, and nothing else in the pool.
+
+Then negative controls: with a known mistake it must fail.
+"""
 
 import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nightly import NIGHTLY
+from interpreter import PLAIN, RACES
+from nightly import NIGHTLY, skip_by_day
+from planting import Plant
+from tpu_mistakes import NOTICED, SOURCES, broken
 
 import pallas_kernels
 from pallas_kernels import reference, testing, tpu
@@ -129,3 +135,113 @@ def test_only_four_bits_take_the_room_of_two_sources():
     page = write.page_tokens(rows)
     assert write.slots(rows, page) > write.slots(rows, page, group_size=32)
     assert write.write_bytes(rows) <= write.write_bytes(jax.ShapeDtypeStruct(rows.shape, jnp.int8))
+
+
+RUNS = Case((70, 21, 3), (60, 2, 0), 1, 1, 128, 8, packed=True, padding=2)
+
+
+def check_write(tpu, case, mode, offsets=None, block=None):
+    inputs = testing.make_inputs(case, poison=7.0)
+    k, v = jax.random.normal(jax.random.key(0), (2, *inputs.q.shape[:-2], 1, 128))
+    tables = inputs.tables if block is None else inputs.tables.at[0, 2].set(block)
+    actual = interpreter.run(tpu.write_kv, inputs.kv, k, v, tables, *inputs[3:], mode=mode, offsets=offsets)
+    expected = reference.write_kv(inputs.kv, k, v, *inputs[2:], offsets=offsets)
+    if block is not None:
+        lost = inputs.tables[0, 2]
+        expected = expected.at[lost].set(inputs.kv[lost])
+    np.testing.assert_array_equal(actual, expected)
+
+
+def check_write_with_gaps(tpu, case, mode):
+    check_write(tpu, case, mode, offsets=jnp.asarray([1, 62, 64]))
+
+
+def check_write_without_a_block(tpu, case, mode):
+    check_write(tpu, case, mode, block=10**9)
+
+
+# name: (what to run, on which case, in which mode, what is planted). None may wait for a copy that nobody starts.
+CONTROLS = {
+    "write: the old page not awaited": (
+        check_write,
+        RUNS,
+        PLAIN,
+        Plant(
+            "_kernel",
+            "getattr(pltpu.make_async_copy(page(target, entry), old.at[slot], patching.at[slot]), do)()",
+            "getattr(pltpu.make_async_copy(page(target, entry), old.at[slot], patching.at[slot]), "
+            "'start')() if do == 'start' else None",
+        ),
+    ),
+    "write: a slot refilled too early": (
+        check_write,
+        RUNS,
+        RACES,
+        Plant("_kernel", "entry + depth - 1", "entry + depth"),
+        Plant("_kernel", "pl.loop(0, depth - 1)", "pl.loop(0, depth)"),
+    ),
+    "write: a page changed while it leaves": (
+        check_write,
+        RUNS,
+        RACES,
+        Plant("_kernel", "if_written(entry - depth, functools.partial(send, 'wait'))", "None"),
+    ),
+    "write: begins too early": (
+        check_write,
+        RUNS,
+        PLAIN,
+        Plant("_kernel", "place >= begins[entry]", "place >= 0"),
+    ),
+    "write: ends too late": (
+        check_write,
+        RUNS,
+        PLAIN,
+        Plant("_kernel", "place < ends[entry]", "place <= ends[entry]"),
+    ),
+    "write: another token": (
+        check_write,
+        RUNS,
+        PLAIN,
+        Plant("find_runs", "of_row(offsets - before) + start", "of_row(offsets - before) + start + 1"),
+    ),
+    "write: offsets ignored": (
+        check_write_with_gaps,
+        RUNS,
+        PLAIN,
+        Plant(
+            "find_runs",
+            "if query_starts is None:\n    query_starts = default_offsets(query_lens)",
+            "query_starts = default_offsets(query_lens)",
+        ),
+    ),
+    "write: beyond the pool": (
+        check_write_without_a_block,
+        RUNS,
+        PLAIN,
+        Plant("find_runs", "kv.shape[0]", "2 ** 30"),
+    ),
+}
+CONTROLS_BY_DAY = ("write: begins too early",)
+
+
+@pytest.mark.parametrize("control", CONTROLS if NIGHTLY else CONTROLS_BY_DAY)
+def test_control(control, tmp_path, monkeypatch):
+    run, case, mode, *plants = CONTROLS[control]
+    tpu = broken(tmp_path, monkeypatch, *plants)
+    with pytest.raises(NOTICED):
+        run(tpu, case, mode)
+
+
+def test_every_mistake_can_be_made():
+    for name, (_, _, _, *plants) in CONTROLS.items():
+        assert SOURCES.broken(*plants), name
+
+
+@skip_by_day("test_write passes on cases like these")
+@pytest.mark.timeout(900, method="thread")
+def test_unbroken(tmp_path, monkeypatch):
+    """The controls' own cases pass on an unchanged copy."""
+    tpu = broken(tmp_path, monkeypatch)
+    runs = {(run, case, mode) for run, case, mode, *_ in CONTROLS.values()}
+    for run, case, mode in runs:
+        run(tpu, case, mode)
