@@ -1,0 +1,130 @@
+"""Four bits in the TPU kernels: encoded as XLA does, read in both halves of a byte, and known mistakes caught.
+
+The kernels over such pools are checked in test_tpu_quantised.py.
+"""
+
+import jax
+import numpy as np
+import pytest
+from interpreter import PLAIN
+from jax.experimental import pallas as pl
+from nightly import skip_by_day
+from planting import Plant
+from quantised_pools import NIBBLE_WRITES, NIBBLES, check_attention, check_decode, check_write
+from tpu_mistakes import NOTICED, SOURCES, broken
+
+from pallas_kernels.common.quantization import FORMATS, pack_nibbles, unpack_nibbles
+from pallas_kernels.testing import Case
+from pallas_kernels.tpu import nibbles
+
+pytestmark = pytest.mark.timeout(240, method="thread")
+
+
+def test_a_kernel_encodes_four_bits_as_xla_does():
+    """Of numbers of all sizes, zeros alone, and a NaN: the same codes under the same scales."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((8, 2, 2, 96)) * 10.0 ** rng.integers(-9, 9, (8, 2, 2, 1))).astype(np.float32)
+    x[0, 0, 0, 32:64], x[1, 1, 1, 5] = 0, np.nan
+    codes, scales = jax.jit(lambda x: nibbles.encode_groups(x, FORMATS["int4"], 3))(x)
+    stored, scale = jax.jit(FORMATS["int4"].encode)(x)
+    both = nibbles.pack_codes(codes[:, :1], codes[:, 1:]).astype(np.uint8)
+    np.testing.assert_array_equal(both, pack_nibbles(stored[:, :1], stored[:, 1:]))
+    np.testing.assert_array_equal(np.stack(scales, axis=-1), scale.astype(np.float32))
+
+
+def test_a_kernel_reads_four_bits():
+    """Every byte: its keys and its values, tokens of even places before the others."""
+    rows = np.arange(256, dtype=np.uint8).reshape(128, 2).repeat(64, axis=1)
+
+    def kernel(rows, keys, values):
+        keys[...], values[...] = (nibbles.widen_half(rows[...], which, np.float32) for which in (0, 1))
+
+    shape = jax.ShapeDtypeStruct((128, 128), np.float32)
+    found = pl.pallas_call(kernel, out_shape=(shape, shape), interpret=PLAIN)(rows)
+    in_order = np.concatenate([rows[::2], rows[1::2]])
+    for got, bits in zip(found, unpack_nibbles(in_order), strict=True):
+        np.testing.assert_array_equal(got, FORMATS["int4"].from_bits(bits))
+
+
+SMALL_NIBBLES = Case((129, 5), (1, 1), 4, 2, 128, rank=64, **NIBBLES)
+SMALL_NIBBLES_PREFILL = Case((300, 9), (20, 4), 4, 2, 128, rank=64, packed=True, **NIBBLES)
+# name: (what to run, on which case, what is planted)
+CONTROLS = {
+    "int4: values read as keys": (
+        check_decode,
+        SMALL_NIBBLES,
+        Plant("widen_half", "(-3, 5) if which == 1 else (1, 9)", "(-3, 5)"),
+    ),
+    "int4: tokens taken as they lie": (
+        check_decode,
+        SMALL_NIBBLES,
+        Plant("decode:_attend", "nibbles.place_tokens(place) if by_group else place", "place"),
+    ),
+    "int4: scales as they lie": (
+        check_decode,
+        SMALL_NIBBLES,
+        Plant(
+            "_order_lanes",
+            "place_tokens(lax.broadcasted_iota(jnp.int32, x.shape, 1))",
+            "lax.broadcasted_iota(jnp.int32, x.shape, 1)",
+        ),
+    ),
+    "int4: the scale of another group": (
+        check_decode,
+        SMALL_NIBBLES,
+        Plant("spread_lines", "(head + i) * groups + g", "(head + i) * groups"),
+    ),
+    "int4: the lanes of another group": (
+        check_decode,
+        SMALL_NIBBLES,
+        Plant("pick_lanes", "(g + 1) * size", "(g + 1) * size + 1"),
+    ),
+    "int4: scales that nobody sees": (
+        check_decode,
+        SMALL_NIBBLES,
+        Plant("read_page_scales", "stored.format.hide_bad_scales(lines(0), lines(1))", "(lines(0), lines(1))"),
+    ),
+    "int4: a new token's keys for its values": (
+        check_decode,
+        SMALL_NIBBLES,
+        Plant("pack_codes", "((keys & 15) << 4) | (values & 15)", "((values & 15) << 4) | (keys & 15)"),
+    ),
+    "int4: the first of the scales tried": (
+        check_decode,
+        SMALL_NIBBLES,
+        Plant("encode_groups", "lost < least", "lost < 0"),
+    ),
+    "int4, prefill: tokens taken as they lie": (
+        check_attention,
+        SMALL_NIBBLES_PREFILL,
+        Plant("prefill:_attend", "nibbles.place_tokens(place) if by_group else place", "place"),
+    ),
+    "int4, prefill: the scale of another head": (
+        check_attention,
+        SMALL_NIBBLES_PREFILL,
+        Plant("spread_scales", "head * groups + g", "g"),
+    ),
+    "int4, prefill: K's scales for V's": (
+        check_attention,
+        SMALL_NIBBLES_PREFILL,
+        Plant("_attend", "scale_numbers(values, part, head, 1)", "scale_numbers(values, part, head, 0)"),
+    ),
+    "int4, write: scales of one head for all": (
+        check_write,
+        NIBBLE_WRITES[0],
+        Plant("write:_kernel", "x[head : head + 1]", "x[:1]"),
+    ),
+}
+
+
+@skip_by_day("those of other formats, in test_tpu_quantised_mistakes.py")
+@pytest.mark.parametrize("control", CONTROLS)
+def test_control(control, tmp_path, monkeypatch):
+    check, case, *plants = CONTROLS[control]
+    with pytest.raises(NOTICED):
+        check(broken(tmp_path, monkeypatch, *plants), "int4", case, PLAIN)
+
+
+def test_every_mistake_can_be_made():
+    for name, (_, _, *plants) in CONTROLS.items():
+        assert SOURCES.broken(*plants), name
