@@ -59,14 +59,16 @@ def test_a_process_that_leaves_waits_no_longer(store, make_as_process, follower)
 def test_nothing_is_sent_behind_the_last_message(store, make_as_process, monkeypatch):
     """What another thread puts there meanwhile keeps neither `close` nor the others waiting."""
     first, other = Channel([0, 1]), make_as_process(1, lambda: Channel([0, 1]))
-    go, put = threading.Event(), store.key_value_set
+    begun, go, put = threading.Event(), threading.Event(), store.key_value_set
 
     def put_slowly(key, value):
+        begun.set()
         assert go.wait(20)
         put(key, value)
 
     monkeypatch.setattr(store, "key_value_set", put_slowly)
     first.send({"call": "early"})
+    assert begun.wait(20)  # else it may go together with what `close` sends
     closing = threading.Thread(target=first.close, daemon=True)
     closing.start()
     while not first.is_closed or first._queue.qsize() < 2:
