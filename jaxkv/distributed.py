@@ -75,7 +75,7 @@ def _call_when_aborted(watch: "_Watch", address: str) -> None:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
         except OSError:
-            _exit(UNREACHABLE)
+            _exit(watch.explain_unreachable())
         if silent := watch.find_silent(3 * BEAT):
             _exit(silent)
 
@@ -119,9 +119,9 @@ class _Watch(threading.Thread):
                 if not self.is_over:
                     self._say(str(beat))
                 said = dict(self.client.key_value_dir_get("jaxkv/beats"))
-            except Exception as error:
+            except Exception:
                 if time.monotonic() - heard > self.limit and (not self.is_over or 0 in self.heard):
-                    _exit(f"{UNREACHABLE} ({type(error).__name__})")
+                    _exit(self.explain_unreachable())
             else:
                 heard = time.monotonic()
                 self._look(said)
@@ -149,6 +149,16 @@ class _Watch(threading.Thread):
             if now - at > seconds:
                 return f"process {process} is gone: it has given no sign for {now - at:.0f} s"
         return None
+
+    def explain_unreachable(self) -> str:
+        """Returns a sentence about why process 0 cannot be reached: another process, if that was silent long before it.
+        Then process 0 ended for that one, and this process has not read so."""
+        signs = {process: at for process, (_, at) in list(self.heard.items())}
+        first = min(signs, key=signs.__getitem__, default=0)
+        silence = signs[0] - signs[first] if 0 in signs else 0
+        if silence > self.limit / 2:
+            return f"process {first} is gone: it had given no sign for {silence:.0f} s when process 0 ended"
+        return UNREACHABLE
 
     def _leave(self, why: str) -> None:
         """Ends this process, and tells the others why: with process 0 goes the coordinator, so it stays a little."""

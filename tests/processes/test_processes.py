@@ -165,6 +165,20 @@ def test_the_watch_tells_who_is_gone_from_who_has_ended(clock):
         jaxkv.distributed.initialize(patience=1.5)
 
 
+def test_where_the_coordinator_is_gone_whoever_was_silent_first_is_named(clock):
+    """Process 0 may have ended for another one, which a process that is starved of its processor has not read."""
+    now, _ = clock
+    store = Store(_0="1", _1="1", _2="1")
+    watch = jaxkv.distributed._Watch(store, 1, 3, 5.0)
+    watch._look(store.said)
+    assert watch.explain_unreachable().startswith("process 0, which coordinates")
+    for beat, why in (2, "process 0, which coordinates"), (3, "process 2 is gone: it had given no sign for 2 s when"):
+        now[0] += 1
+        store.said["jaxkv/beats/0"] = str(beat)
+        watch._look(store.said)
+        assert watch.explain_unreachable().startswith(why)
+
+
 def test_an_error_of_the_device_is_a_failure_once_all_others_gave_a_sign(clock, monkeypatch):
     """Until then it may be another process that is gone, of which a transport hears first."""
     now, exits = clock
