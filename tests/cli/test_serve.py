@@ -134,6 +134,8 @@ WRONG = {
     "a seed of text": {"seed": "x"}, "penalties": {"presence_penalty": 1.0},
     "deep": "[" * 100_000, "options of a stream in a text": {"stream": True, "stream_options": "x"},
     "a stream of text": {"stream": "yes"}, "fewer than no log-probabilities": {"logprobs": True, "top_logprobs": -1},
+    "a picture": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    "a part without a form": {"messages": [{"role": "user", "content": ["x"]}]},
     "half a character": {"messages": [{"role": "user", "content": "\ud800"}]},
     "a prompt that is too long": {"messages": [{"role": "user", "content": "x" * 2000}]},
 }  # fmt: skip
@@ -149,6 +151,13 @@ def test_a_wrong_request_is_answered_by_a_sentence(served, name):
     error = found.json()["error"]
     assert found.status_code == 400 and error["type"] == "invalid_request_error" and len(error["message"]) < 400
     assert served[0].is_served and served[0].num_waiting == 0
+
+
+def test_parts_of_text_are_one_text(client, expected):
+    first, second = QUESTIONS[0][:10], QUESTIONS[0][10:]
+    parts = [{"type": "text", "text": text} for text in (first, second)]
+    for given, same in ((parts, f"{first}\n{second}"), (parts[:1], first), ([], "")):
+        assert ask(client, given, max_tokens=9).choices[0].message.content == expected(same, 9)
 
 
 def test_completions(served, client):

@@ -32,7 +32,10 @@ class ChatCompletion:
         self.num_logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
 
     def prompts(self) -> list[list[int]]:
-        return [self.text.chat(self.body.get("messages"))]
+        messages = self.body.get("messages")
+        if isinstance(messages, list):
+            messages = [_join_parts(message) for message in messages]
+        return [self.text.chat(messages)]
 
     def options(self) -> dict[str, Any]:
         return {} if self.num_logprobs is None else {"logprobs": max(self.num_logprobs, 1)}
@@ -174,6 +177,19 @@ def count_usage(requests: Sequence[Any]) -> dict[str, int]:
     prompt = sum(len(request.prompt) for request in requests)
     output = sum(len(sample.output) for request in requests for sample in request.samples)
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def _join_parts(message: Any) -> Any:
+    """Returns a message whose content is one text, where it was a list of parts: templates take no lists."""
+    if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
+        return message
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                'The parts of a content must be texts on this server, {"type": "text", "text": "..."}, not '
+                f"{str(part)[:100]}."
+            )
+    return message | {"content": "\n".join(part["text"] for part in parts)}
 
 
 def _check_types(body: dict[str, Any], **kinds: Any) -> None:
