@@ -160,6 +160,26 @@ def test_parts_of_text_are_one_text(client, expected):
         assert ask(client, given, max_tokens=9).choices[0].message.content == expected(same, 9)
 
 
+def test_a_body_beyond_all_use_is_refused(served, client, expected):
+    """A text of megabytes would keep the tokenizer, and all others, for seconds."""
+    for size, status in ((1_050_000, 400), (1_070_000, 413), (20_000_000, 413)):
+        found = httpx.post(served[2] + "/v1/completions", json={"prompt": " " * size})
+        assert found.status_code == status and len(found.json()["error"]["message"]) < 400, found.text
+    assert ask(client, QUESTIONS[0], max_tokens=5).choices[0].message.content == expected(QUESTIONS[0], 5)
+
+
+def test_who_goes_away_in_its_body_leaves_no_traceback(served, caplog):
+    engine, _, url = served
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n"
+    with socket.create_connection(address) as half:
+        half.sendall(head + b'{"messages"')
+        assert httpx.get(url + "/health").text == "ok"
+    for _ in range(3):
+        assert httpx.get(url + "/health").text == "ok"
+    assert engine.is_idle and not caplog.records, caplog.text
+
+
 def test_completions(served, client):
     """Texts and lists of tokens are continued as they are, several at once."""
     engine, text, _ = served

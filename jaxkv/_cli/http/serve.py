@@ -23,6 +23,10 @@ from jaxkv._cli.text import open_model, prefix_options
 
 logger = logging.getLogger("jaxkv.serve")
 
+# The limit of a body's bytes: so many, and so many more for each token of max_seq_len. A tokenizer holds up all other
+# requests while it reads a text.
+LEAST_LIMIT, MOST_PER_TOKEN = 1 << 20, 64
+
 
 @keep_compiled()
 def serve(arguments: argparse.Namespace) -> int:
@@ -66,16 +70,21 @@ def serve(arguments: argparse.Namespace) -> int:
 def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[str, Any] | None = None) -> Any:
     """Makes the ASGI app of an engine that is served, its `jaxkv.text.Tokenizer` and the model's name."""
     from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
     from starlette.routing import Route
 
     defaults = {key: value for key, value in (sampling or {}).items() if key != "seed"}
     template = asyncio.Lock()  # one conversation at a time is rendered
+    most = LEAST_LIMIT + MOST_PER_TOKEN * engine.config.max_seq_len
 
     async def complete(kind: Any, http: Any) -> Any:
         requests: list[Any] = []
         try:
-            body = json.loads(await http.body())
+            if (given := await read_body(http, most)) is None:
+                message = f"The body has more than {most:,} bytes: send less, or several requests."
+                return _refusal(JSONResponse, 413, "invalid_request_error", message)
+            body = json.loads(given)
             if not isinstance(body, dict):
                 raise ValueError("The body must be a JSON object.")
             form = kind(body, text)
@@ -90,6 +99,8 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
         except jaxkv.EngineFull as error:
             _cancel(requests)
             return _refusal(JSONResponse, 429, "rate_limit_error", str(error))
+        except ClientDisconnect:  # in the middle of its body
+            return PlainTextResponse("The client has gone.", 499)
         except BaseException:  # the client has gone meanwhile, say
             _cancel(requests)
             raise
@@ -131,6 +142,19 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
         ),
     ]
     return Starlette(routes=routes, exception_handlers={Exception: fail})
+
+
+async def read_body(http: Any, most: int) -> bytes | None:
+    """Returns a body, or None if it has more than `most` bytes, which are then read but not kept."""
+    body = bytearray()
+    size = 0
+    async for part in http.stream():
+        size += len(part)
+        if size > most:
+            body.clear()
+        else:
+            body += part
+    return bytes(body) if size <= most else None
 
 
 async def finish(requests: Sequence[Any], http: Any) -> bool:
