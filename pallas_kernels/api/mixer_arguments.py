@@ -30,7 +30,16 @@ def _check_conv(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[int, .
     channels, weight = arrays["x"].shape[-1], arrays["weight"]
     if weight.ndim != 2 or weight.shape[0] != channels or not weight.shape[1]:
         raise ValueError(f"weight must be [{channels}, width], but its shape is {weight.shape}.")
-    _expect("states", arrays["states"], ("slots", channels, weight.shape[1] - 1))
+    taps, states = weight.shape[1] - 1, arrays["states"]
+    if states.ndim == 4 and states.shape[1] * states.shape[3] == channels:
+        _expect("states", states, ("slots", states.shape[1], taps, states.shape[3]))
+    elif states.ndim == 4:
+        raise ValueError(
+            f"states must hold {channels} channels in equal groups, [slots, groups, {taps}, channels of a group], but "
+            f"its shape is {list(states.shape)}."
+        )
+    else:
+        _expect("states", states, ("slots", channels, taps))
     if arrays["bias"] is not None:
         _expect("bias", arrays["bias"], (channels,))
     if options["activation"] not in ACTIVATIONS:

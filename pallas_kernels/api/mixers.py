@@ -33,7 +33,8 @@ def causal_conv(
     Args:
       x: `[S, T, C]` padded or `[N, C]` packed.
       weight: `[C, width]`; the last column is the token's own.
-      states: `[slots, C, width - 1]`, the last inputs of each row. Donated at the `jit`, it is updated in place.
+      states: `[slots, C, width - 1]`, the last inputs of each row, or `[slots, C // n, width - 1, n]`, where channels
+        stand in groups of n. A TPU's kernel takes groups of 128. Donated at the `jit`, it is updated in place.
       slots: `i32[S]`, each row's slot. Rows that have tokens have slots of their own.
       lengths, new, offsets: `i32[S]`, as for [`pallas_kernels.paged_attention`][].
       to_slots: `i32[S]`, the slot that takes the state after the step, for a row that shares the one it reads; default:

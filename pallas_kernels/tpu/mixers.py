@@ -1,5 +1,6 @@
 """Mixers as TPU kernels: see `pallas_kernels/api/mixer_dispatch.py`."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,30 +8,35 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding
-from pallas_kernels.tpu.pages import LANES, sublanes
+from pallas_kernels.tpu.pages import LANES, sublanes, vector_bytes
 from pallas_kernels.tpu.state_decode import (
     StateTokens,
     decode_states,
     heads_of_item,
     make_masks,
+    update_conv,
     update_delta,
     update_space,
 )
 from pallas_kernels.tpu.state_prefill import CHUNK, gather_tokens, list_chunks, prefill_states, scatter_tokens
 
 LEAST_GATE = -100.0  # its exponential is 0 in float32
+WINDOWS, WINDOW_BYTES = 8, 2**20  # of a convolution's rows: on their way in, and out; the most that one may have
+GROUPS = 8  # of 128 channels: a register, and a tile of what XLA lays out
 
 
 def unsupported(call: MixerCall) -> str | None:
     """Returns why a call cannot run as a TPU kernel, and the way out; None: it can. Reads no values."""
     states, axes = call.arrays["states"], call.token_axes
-    if states.dtype != jnp.float32:
+    if states.dtype != jnp.float32 and call.op != "causal_conv":
         return (
             f"The TPU kernels of {call.op} keep states in float32, not {states.dtype}: choose that, or leave it to XLA."
         )
     for name, x in call.arrays.items():
         if x is not None and x.dtype not in (jnp.bfloat16, jnp.float32):
             return f"The TPU kernels of {call.op} read bfloat16 or float32, but {name} is {x.dtype}: cast it."
+    if call.op == "causal_conv":
+        return _refuse_windows(states, axes)
     rows, lanes = states.shape[2:]
     if lanes % LANES or rows % sublanes(states.dtype):
         return (
@@ -47,6 +53,50 @@ def unsupported(call: MixerCall) -> str | None:
             f"{call.batch.every}: choose a multiple, or leave it to XLA."
         )
     return None
+
+
+def _refuse_windows(states: Any, axes: tuple[int, ...]) -> str | None:
+    """Returns why no kernel can run a convolution over these last inputs, and the way out."""
+    if len(axes) == 1 or axes[1] > 1:
+        return "There is no TPU kernel of causal_conv for more than a token of each row; XLA runs it."
+    *_, taps, lanes = states.shape
+    if states.ndim == 3 or lanes != LANES or states.shape[1] % GROUPS:
+        return (
+            f"States of {list(states.shape[1:])} are no whole register tiles of {GROUPS} x {LANES} channels for each "
+            f"input: keep [{GROUPS} n, width - 1, {LANES}], or leave it to XLA."
+        )
+    if taps & (taps - 1) == 0 or not taps % GROUPS:
+        return (
+            f"XLA makes register tiles of {taps} inputs of {LANES} channels, which a TPU would turn into tiles of "
+            f"channels by copying the whole pool: leave it to XLA."
+        )
+    if taps * vector_bytes((states.shape[1], LANES), states.dtype) > WINDOW_BYTES:
+        return (
+            f"{taps} inputs of {states.shape[1] * LANES} channels take more than the {WINDOW_BYTES / 2**20:.0f} MiB of "
+            f"vector memory that a row may have: divide channels among devices, or leave it to XLA."
+        )
+    return None
+
+
+def causal_conv(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    activation: str | None,
+    states: jax.Array,
+    batch: StateBatch,
+    *,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes [`pallas_kernels.causal_conv`][]."""
+    rows, groups, lanes = x.shape[0], states.shape[1], states.shape[3]
+    fixed = tuple(array.reshape(-1, groups, lanes) for array in (weight.T, bias) if array is not None)
+    tokens = StateTokens((x.reshape(rows, 1, groups, lanes),), fixed)
+    update, out = functools.partial(update_conv, activation=activation), (groups, lanes)
+    # XLA lays a slot out as whole tiles of channels, one for each tap: to have taps first is to say what there is.
+    windows = jnp.swapaxes(states, 1, 2)
+    y, windows = decode_states(update, tokens, windows, batch, out, x.dtype, depth=WINDOWS, interpret=interpret)
+    return y.reshape(x.shape), jnp.swapaxes(windows, 1, 2)
 
 
 def gated_delta_rule(
@@ -72,7 +122,7 @@ def gated_delta_rule(
     rows = tuple(_group(x, groups) for x in ((q, k, v, g) if by_channel else (q, k, v)))
     numbers = _stack([beta] if by_channel else [g, beta], groups)
     masks = [make_masks(x.shape[2]) for x in (rows[1], *rows[3:])]
-    out, tokens = rows[2].shape[2:], StateTokens(rows, numbers, tuple(masks))
+    out, tokens = rows[2].shape[2:], StateTokens((*rows, numbers), tuple(masks))
     y, states = decode_states(update_delta, tokens, states, batch, out, v.dtype, interpret=interpret)
     return y.reshape(v.shape), states
 
@@ -98,8 +148,8 @@ def state_space(
         return hide_padding(_skip(y, x, D), x, batch), states
     groups = states.shape[1] // heads_of_item(states)
     numbers = _stack([gates, dt], groups)
-    tokens = StateTokens(tuple(_group(array, groups) for array in (x, B, C)), numbers)
-    shared = tokens.rows[1].shape[2]
+    tokens = StateTokens((*(_group(array, groups) for array in (x, B, C)), numbers))
+    shared = tokens.arrays[1].shape[2]
     out = shared, states.shape[1] // groups // shared * x.shape[-1]
     y, states = decode_states(update_space, tokens, states, batch, out, jnp.float32, interpret=interpret)
     return hide_padding(_skip(y.reshape(x.shape), x, D), x, batch), states

@@ -1,4 +1,5 @@
-"""One new token per row of a layer that keeps states: each is read, changed and written where it lies in the pool.
+"""One new token per row of a layer that keeps states, or of a convolution that keeps its last inputs: each is read,
+changed and written where it lies in the pool.
 
 The work is a list of items, a row's heads or a part of them. States come and go by copies that run on from item to
 item: the next items' states come, and the last ones' leave, while one is computed. A row without a token is no item, so
@@ -21,7 +22,7 @@ from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.tpu.pages import LANES, SPILL_BYTES, compiler_params, in_hbm, output, vector_bytes
 
 ITEM_BYTES = 2 * 2**20  # of states, at most
-COMING, LEAVING = 4, 4  # items whose states have room before and after they are computed; powers of two
+DEPTH = 4  # items whose states have room before they are computed, and as many after; a power of two
 BLOCK_BYTES = 4 * 2**20  # of tokens in vector memory together; they are buffered twice
 TILE = 8  # rows of a register
 
@@ -64,13 +65,11 @@ def list_items(batch: StateBatch, num_slots: int, block: int) -> StateItems:
 class StateTokens(NamedTuple):
     """What a decode step takes of its tokens, by head groups: `[S, groups, ...]`."""
 
-    rows: tuple[jax.Array, ...]  # `[S, groups, heads of a group, D]`
-    numbers: jax.Array  # f32[S, groups, n, heads of a group]
+    arrays: tuple[jax.Array, ...]  # `[S, groups, heads of a group, D]`; numbers `[S, groups, n, heads of a group]` last
     masks: tuple[jax.Array, ...] = ()  # `[.., .., LANES]`, the same for all rows
 
 
-# From an item's rows of tokens, its numbers `[n, heads]`, references to its states before and after, and masks, its
-# output.
+# From an item's part of the tokens' arrays, references to its states before and after, and masks, its output.
 Update = Callable[..., jax.Array]
 
 
@@ -82,6 +81,7 @@ def decode_states(
     out: tuple[int, int],
     dtype: Any,
     *,
+    depth: int = DEPTH,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs `[S, groups, *out]`, 0 for rows without a token, and the pool, in its own memory if donated.
@@ -89,10 +89,11 @@ def decode_states(
     Args:
       update: computes an item, e. g. `update_delta`.
       tokens: of all rows.
-      states: f32 `[slots, H, ., .]`.
+      states: `[slots, H, ., .]`.
       dtype: of the outputs.
+      depth: see `DEPTH`; more for items so small that a copy is more waiting than bytes.
     """
-    rows, groups = tokens.numbers.shape[:2]
+    rows, groups = tokens.arrays[0].shape[:2]
     size, block = states.shape[1] // groups, rows_of_block(tokens, out)
     blocks, items = -(-rows // block), list_items(batch, states.shape[0], block)
 
@@ -100,7 +101,7 @@ def decode_states(
         return pl.BlockSpec((block, *x.shape[1:]), lambda block, *_: (block, 0, 0, 0))
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    arrays = [*tokens.masks, *tokens.rows, tokens.numbers]
+    arrays = [*tokens.masks, *tokens.arrays]
     of_masks = [pl.BlockSpec(x.shape, lambda block, *_: (0, 0, 0)) for x in tokens.masks]
     y = output((rows, groups, *out), dtype, states, *arrays)
     item = (size, *states.shape[2:])
@@ -112,21 +113,21 @@ def decode_states(
             in_specs=[*of_masks, *map(per_block, arrays[len(of_masks) :]), hbm],
             out_specs=[per_block(y), hbm],
             scratch_shapes=[
-                pltpu.VMEM((COMING, *item), states.dtype),
-                pltpu.VMEM((LEAVING, *item), states.dtype),
-                pltpu.SemaphoreType.DMA((COMING,)),
-                pltpu.SemaphoreType.DMA((LEAVING + 1,)),
-                pltpu.SMEM((4 + LEAVING,), jnp.int32),
+                pltpu.VMEM((depth, *item), states.dtype),
+                pltpu.VMEM((depth, *item), states.dtype),
+                pltpu.SemaphoreType.DMA((depth,)),
+                pltpu.SemaphoreType.DMA((depth + 1,)),
+                pltpu.SMEM((4 + depth,), jnp.int32),
             ],
         ),
         out_shape=[y, output(states.shape, states.dtype, states, *arrays)],
         input_output_aliases={len(items) + len(arrays): 1},
         cost_estimate=pl.CostEstimate(
             flops=8 * rows * math.prod(states.shape[1:]),
-            transcendentals=tokens.numbers.size,
+            transcendentals=tokens.arrays[-1].size,
             bytes_accessed=2 * rows * math.prod(states.shape[1:]) * states.dtype.itemsize,
         ),
-        compiler_params=compiler_params(state_decode_bytes(tokens, states, out, dtype)),
+        compiler_params=compiler_params(state_decode_bytes(tokens, states, out, dtype, depth)),
         interpret=interpret,
         name="state_decode",
     )
@@ -140,8 +141,8 @@ def decode_states(
 
 def rows_of_block(tokens: StateTokens, out: tuple[int, int]) -> int:
     """Returns the rows of a grid step: all, or a power of two."""
-    rows, groups = tokens.numbers.shape[:2]
-    row_bytes = sum(vector_bytes(x.shape[1:], jnp.float32) for x in (*tokens.rows, tokens.numbers))
+    rows, groups = tokens.arrays[0].shape[:2]
+    row_bytes = sum(vector_bytes(x.shape[1:], jnp.float32) for x in tokens.arrays)
     most = max(1, BLOCK_BYTES // (row_bytes + vector_bytes((groups, *out), jnp.float32)))
     return rows if rows <= most else 1 << (most.bit_length() - 1)
 
@@ -152,21 +153,21 @@ def heads_of_item(states: Any) -> int:
     return max(n for n in range(1, heads + 1) if not heads % n and n <= max(1, min(LANES, ITEM_BYTES // head_bytes)))
 
 
-def state_decode_bytes(tokens: StateTokens, states: Any, out: tuple[int, int], dtype: Any) -> int:
+def state_decode_bytes(tokens: StateTokens, states: Any, out: tuple[int, int], dtype: Any, depth: int = DEPTH) -> int:
     """Returns the vector memory that the kernel takes, at most."""
-    (_, groups, _, size), block = tokens.numbers.shape, rows_of_block(tokens, out)
-    item = vector_bytes((size, *states.shape[2:]), states.dtype)
-    of_tokens = sum(vector_bytes((block, *x.shape[1:]), x.dtype) for x in (*tokens.rows, tokens.numbers))
+    groups, block = tokens.arrays[0].shape[1], rows_of_block(tokens, out)
+    item = vector_bytes((states.shape[1] // groups, *states.shape[2:]), states.dtype)
+    of_tokens = sum(vector_bytes((block, *x.shape[1:]), x.dtype) for x in tokens.arrays)
     of_tokens += vector_bytes((block, groups, *out), dtype)
     of_tokens += sum(vector_bytes(x.shape, x.dtype) for x in tokens.masks)
-    return SPILL_BYTES + (COMING + LEAVING) * item + 2 * of_tokens
+    return SPILL_BYTES + 2 * depth * item + 2 * of_tokens
 
 
 def _kernel(rows, sources, targets, snapshots, firsts, counts, *refs, update, masks):
     mask_refs, refs = refs[:masks], refs[masks:]
     *token_refs, _, y_ref, pool, coming, leaving, arriving, sending, marks = refs
     block, blocks = pl.program_id(0), pl.num_programs(0)
-    count, (block_rows, groups), size = counts[0], y_ref.shape[:2], coming.shape[1]
+    count, (block_rows, groups), (depth, size) = counts[0], y_ref.shape[:2], coming.shape[:2]
 
     def place(slot, group):
         return pool.at[slot, pl.ds(group * size, size)]
@@ -193,18 +194,18 @@ def _kernel(rows, sources, targets, snapshots, firsts, counts, *refs, update, ma
     @pl.when(block == 0)
     def _():
         at = jnp.int32(0), jnp.int32(0)
-        for slot in range(COMING - 1):
+        for slot in range(depth - 1):
             at = fetch(*at, slot)
-        for i, x in enumerate((*at, 0, 0, *[0] * LEAVING)):
+        for i, x in enumerate((*at, 0, 0, *[0] * depth)):
             marks[i] = x
 
     y_ref[...] = jnp.zeros_like(y_ref)
 
     def step(number, carry):
         next_item, next_group, item, group, *was_sent = carry
-        slot, free, out = number & (COMING - 1), (number + COMING - 1) & (COMING - 1), number & (LEAVING - 1)
+        slot, free = number & (depth - 1), (number + depth - 1) & (depth - 1)
         ahead = fetch(next_item, next_group, free)
-        here, of_item = coming.at[slot], leaving.at[out]
+        here, of_item = coming.at[slot], leaving.at[slot]
         begins = sources[item] < 0
         pl.when(~begins)(pltpu.make_async_copy(here, here, arriving.at[slot]).wait)
 
@@ -214,22 +215,22 @@ def _kernel(rows, sources, targets, snapshots, firsts, counts, *refs, update, ma
             def _(head):
                 here[head] = jnp.zeros(here.shape[1:], here.dtype)
 
-        await_leaving(was_sent[0], out)
+        await_leaving(was_sent[0], slot)
         row = rows[item] - block * block_rows
-        *inputs, numbers = [x[row, group].astype(jnp.float32) for x in token_refs]
-        y_ref[row, group] = update(inputs, numbers, here, of_item, *mask_refs).astype(y_ref.dtype)
+        inputs = [x[row, group].astype(jnp.float32) for x in token_refs]
+        y_ref[row, group] = update(inputs, here, of_item, *mask_refs).astype(y_ref.dtype)
         target, snapshot = targets[item], snapshots[item]
-        pl.when(target >= 0)(lambda: pltpu.make_async_copy(of_item, place(target, group), sending.at[out]).start())
+        pl.when(target >= 0)(lambda: pltpu.make_async_copy(of_item, place(target, group), sending.at[slot]).start())
 
         @pl.when(snapshot >= 0)
         def _():  # seldom
-            copy = pltpu.make_async_copy(of_item, place(snapshot, group), sending.at[LEAVING])
+            copy = pltpu.make_async_copy(of_item, place(snapshot, group), sending.at[depth])
             copy.start()
             copy.wait()
 
         return (*ahead, *after(item, group), *was_sent[1:], (target >= 0).astype(jnp.int32))
 
-    carry = tuple(marks[i] for i in range(4 + LEAVING))
+    carry = tuple(marks[i] for i in range(4 + depth))
     carry = lax.fori_loop(firsts[block] * groups, firsts[block + 1] * groups, step, carry)
     for i, x in enumerate(carry):
         marks[i] = x
@@ -237,13 +238,26 @@ def _kernel(rows, sources, targets, snapshots, firsts, counts, *refs, update, ma
     @pl.when(block == blocks - 1)
     def _():
         for i, was_sent in enumerate(carry[4:]):
-            await_leaving(was_sent, (count * groups + i) & (LEAVING - 1))
+            await_leaving(was_sent, (count * groups + i) & (depth - 1))
 
 
-def update_delta(inputs, numbers, before, after, keys_mask, gates_mask=None):
-    """Computes an item of the gated delta rule: q and k `[H', K]`, v `[H, V]`, with gates by channel these `[H, K]`;
-    numbers are gates, unless by channel, and beta. Masks are those of `make_masks`, of H' and H heads."""
-    q, k, v, *channel_gates = inputs
+def update_conv(inputs, before, after, weights, bias=None, *, activation):
+    """Computes an item of a convolution: x `[C / LANES, LANES]`; weights of the inputs before it, first the oldest, and
+    of itself."""
+    (x,), taps = inputs, before.shape[0]
+    y = weights[taps].astype(jnp.float32) * x
+    if bias is not None:
+        y += bias[0].astype(jnp.float32)
+    for tap in range(taps):
+        y += weights[tap].astype(jnp.float32) * before[tap].astype(jnp.float32)
+        after[tap] = before[tap + 1] if tap + 1 < taps else x.astype(after.dtype)
+    return jax.nn.silu(y) if activation == "silu" else y
+
+
+def update_delta(inputs, before, after, keys_mask, gates_mask=None):
+    """Computes an item of the gated delta rule: q and k `[H', K]`, v `[H, V]`, with gates by channel these `[H, K]`,
+    and numbers: gates, unless by channel, and beta. Masks are those of `make_masks`, of H' and H heads."""
+    q, k, v, *channel_gates, numbers = inputs
     (heads, width), (shared, depth) = v.shape, k.shape
     share, tiles = heads // shared, [slice(i, i + TILE) for i in range(0, depth, TILE)]
     queries, keys, *decays = [to_columns(x) for x in (q, k, *map(jnp.exp, channel_gates))]
@@ -274,10 +288,10 @@ def update_delta(inputs, numbers, before, after, keys_mask, gates_mask=None):
     return jnp.concatenate(outputs, axis=0)
 
 
-def update_space(inputs, numbers, before, after):
-    """Computes an item of a selective state space: x `[H, P]`, B and C `[G, n]`; numbers are gates, and times. Returns
+def update_space(inputs, before, after):
+    """Computes an item of a selective state space: x `[H, P]`, B and C `[G, n]`, and numbers: gates, and times. Returns
     `[G, H P / G]`."""
-    x, b, c = inputs
+    x, b, c, numbers = inputs
     (heads, width), (shared, depth) = x.shape, b.shape
     share, tiles = heads // shared, [slice(i, i + TILE) for i in range(0, width, TILE)]
     gates, times = (to_rows(x, lanes) for x, lanes in zip(split_numbers(numbers), (depth, width), strict=True))

@@ -41,10 +41,11 @@ def causal_conv(
         return y, states
 
     def last_inputs(end: jax.Array) -> jax.Array:
-        """Returns the state after the first `end` i32[S, m] tokens of each row's step, `[S, m, channels, width - 1]`"""
+        """Returns the state after the first `end` i32[S, m] tokens of each row's step, `[S, m, ...]`."""
         index = end[..., None] + jnp.arange(1 - width, 0, dtype=jnp.int32)[None, None]
         each = jnp.arange(rows, dtype=jnp.int32)[:, None, None]
-        return jnp.swapaxes(inputs[place(each, index)], -1, -2).astype(states.dtype)
+        last = inputs[place(each, index)]
+        return jnp.swapaxes(last.reshape(*last.shape[:3], *states.shape[1:2], *states.shape[3:]), 2, 3)
 
     num_slots = states.shape[0]
     ends, targets = batch.query_lens[:, None], batch.targets(num_slots)[:, None]
@@ -57,5 +58,5 @@ def causal_conv(
         taken = reached <= batch.query_lens[:, None]
         ends = jnp.concatenate([ends, jnp.where(taken, reached, 0)], axis=1)
         targets = jnp.concatenate([targets, batch.snapshot_targets(number, taken, num_slots)], axis=1)
-    written = states.at[targets.reshape(-1)].set(last_inputs(ends).reshape(-1, channels, width - 1), mode="drop")
-    return y, written
+    last = last_inputs(ends).reshape(-1, *states.shape[1:]).astype(states.dtype)
+    return y, states.at[targets.reshape(-1)].set(last, mode="drop")

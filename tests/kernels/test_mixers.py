@@ -69,6 +69,9 @@ MIXERS = {
         pallas_kernels.causal_conv, {"x": ((6,), same)},
         {"weight": ((6, 4), same), "bias": ((6,), same), "states": ((12, 6, 3), same)}, {"activation": "silu"},
     ),
+    "groups": Mixer(
+        pallas_kernels.causal_conv, {"x": ((6,), same)}, {"weight": ((6, 3), same), "states": ((12, 2, 2, 3), same)},
+    ),
 }  # fmt: skip
 LAYOUTS = {"padded": (4, TOKENS), "packed": (sum(NEW) + 5,)}
 

@@ -27,6 +27,12 @@ class Mixing(NamedTuple):
     packed: bool = False
     every: int = 4
     heads: int = HEADS
+    dtypes: tuple[str, str] = ("float32", "float32")  # of a convolution's tokens, and of its states
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The mixer's options that are no arrays."""
+        return {"activation": "silu"} if self.op == "causal_conv" else {}
 
     @property
     def read(self) -> list[int]:
@@ -36,7 +42,8 @@ class Mixing(NamedTuple):
 
 
 DELTA, CHANNELS, SPACE = Mixing(), Mixing(by_channel=True), Mixing("state_space")
-CASES = {"delta": DELTA, "channels": CHANNELS, "space": SPACE}
+CONVOLUTION = Mixing("causal_conv")
+CASES = {"delta": DELTA, "channels": CHANNELS, "space": SPACE, "convolution": CONVOLUTION}
 
 
 def make_batch(case: Mixing) -> StateBatch:
@@ -65,8 +72,14 @@ def make_arrays(case: Mixing, seed: int = 0) -> dict[str, Any]:
         return jnp.asarray(x)
 
     heads, few = case.heads, case.heads // 2
-    states = random.standard_normal((SLOTS, heads, 16, 128)).astype(np.float32)
+    inner = (2 * heads, 3, 128) if case.op == "causal_conv" else (heads, 16, 128)
+    states = random.standard_normal((SLOTS, *inner)).astype(np.float32)
     states[[slot for slot in range(SLOTS) if slot not in case.read]] = np.nan
+    if case.op == "causal_conv":
+        channels, (of_tokens, of_states) = inner[0] * inner[2], case.dtypes
+        weight, bias = (jnp.asarray(random.standard_normal(x), jnp.float32) for x in ((channels, 4), channels))
+        return {"x": tokens(channels).astype(of_tokens), "weight": weight, "bias": bias,
+                "states": jnp.asarray(states).astype(of_states)}  # fmt: skip
     if case.op == "state_space":
         arrays = {"x": tokens(heads, 16), "dt": jax.nn.softplus(tokens(heads)), "B": tokens(few, 128),
                   "C": tokens(few, 128), "A": -jnp.exp(jnp.asarray(random.standard_normal(heads), jnp.float32)),
@@ -89,10 +102,13 @@ def _define(case: Mixing) -> Callable[..., Any]:
 
 
 def _run_reference(case: Mixing, arrays: dict[str, Any]) -> Any:
-    return getattr(reference_mixers, case.op)(**arrays, batch=make_batch(case))
+    return getattr(reference_mixers, case.op)(**arrays, **case.options, batch=make_batch(case))
 
 
 def check(found: Any, case: Mixing, arrays: dict[str, Any] | None = None, tolerance: float = 2e-5) -> None:
     """Raises AssertionError unless outputs and states are the reference's, and what nobody wrote is as it was."""
     for x, wanted in zip(found, expect(case, arrays), strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(wanted), rtol=tolerance, atol=tolerance)
+        assert x.dtype == wanted.dtype
+        near = max(tolerance, float(jnp.finfo(x.dtype).eps))
+        x, wanted = (np.asarray(each.astype(jnp.float32)) for each in (x, wanted))
+        np.testing.assert_allclose(x, wanted, rtol=near, atol=near)

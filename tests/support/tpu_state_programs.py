@@ -29,12 +29,17 @@ FAMILIES = {
     "qwen3-next": ("delta", 16, 32, 128, 128), "kimi-linear": ("channels", 32, 32, 128, 128),
     "nemotron-h": ("space", 8, 128, 64, 128), "granite4": ("space", 1, 48, 64, 128),
     "falcon-h1": ("space", 1, 24, 64, 256), "small": ("delta", 4, 8, 128, 128),
+    # Convolutions: groups of channels, inputs that are kept, channels of a group.
+    "qwen3-next-conv": ("conv", 0, 64, 3, 128), "kimi-linear-conv": ("conv", 0, 96, 3, 128),
+    "nemotron-h-conv": ("conv", 0, 80, 3, 128), "falcon-h1-conv": ("conv", 0, 16, 3, 128),
+    "small-conv": ("conv", 0, 8, 3, 128),
 }  # fmt: skip
 
 
 def program(mesh, family, rows=ROWS, tokens=None):
     """Compiles a step of two layers, on a donated pool each: decode, or of so many packed tokens; bytes per chip."""
     kind, few, heads, *widths = FAMILIES[family]
+    kept = "bfloat16" if kind == "conv" else "float32"
     chips, head_axis = mesh.size, "x" if mesh.size > 1 else None
 
     def array(*axes, spec=(), dtype="float32"):
@@ -44,7 +49,10 @@ def program(mesh, family, rows=ROWS, tokens=None):
         axes = (rows, 1) if tokens is None else (tokens,)
         return array(*axes, *inner, spec=(*[None] * len(axes), head_axis), dtype=dtype)
 
-    if kind == "space":
+    if kind == "conv":
+        channels = heads * widths[1]
+        arrays = {"x": token(channels, dtype="bfloat16"), "weight": array(channels, 4, spec=(head_axis,), dtype=kept)}
+    elif kind == "space":
         b = token(few, widths[1], dtype="bfloat16")
         arrays = {"x": token(heads, widths[0], dtype="bfloat16"), "dt": token(heads), "B": b, "C": b}
         arrays |= {name: array(heads, spec=(head_axis,)) for name in ("A", "D")}
@@ -52,9 +60,11 @@ def program(mesh, family, rows=ROWS, tokens=None):
         gates = token(heads, widths[0]) if kind == "channels" else token(heads)
         arrays = {"q": token(few, widths[0]), "k": token(few, widths[0]), "g": gates, "beta": token(heads)}
         arrays["v"] = token(heads, widths[1], dtype="bfloat16")
-    pool = array(8 * rows + 1, heads, *widths, spec=(None, head_axis))
+    pool = array(8 * rows + 1, heads, *widths, spec=(None, head_axis), dtype=kept)
     rows_of_step = [array(rows, dtype="int32")] * 4 + [array(rows, 1, dtype="int32")]
-    door, value = (pallas_kernels.state_space, "x") if kind == "space" else (pallas_kernels.gated_delta_rule, "v")
+    door, value = pallas_kernels.gated_delta_rule, "v"
+    if kind in ("space", "conv"):
+        door, value = pallas_kernels.causal_conv if kind == "conv" else pallas_kernels.state_space, "x"
 
     def step(arrays, pools, slots, to_slots, lengths, new, snapshots):
         written = []
@@ -77,11 +87,12 @@ def program(mesh, family, rows=ROWS, tokens=None):
         compiled = jax.jit(step, donate_argnums=1).lower(arrays, [pool] * 2, *rows_of_step).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     used = re.findall(r'%state_decode[.\d]* = .*?"used_scoped_memory_configs":\[{[^]]*?"size":"(\d+)"}\]', text)
-    shape = re.escape(f"[{pool.shape[0]},{heads // chips},{widths[0]},{widths[1]}]")
+    inner = f"{heads // chips},{widths[0]}", *[f"{widths[0]},{heads // chips}"] * (kind == "conv")
+    shape = rf"\[{pool.shape[0]},({'|'.join(inner)}),{widths[1]}\]"
     return {
-        "name": family, "pool": 2 * pool.size * 4 // chips, "alias": memory.alias_size_in_bytes,
+        "name": family, "pool": 2 * pool.size * pool.dtype.itemsize // chips, "alias": memory.alias_size_in_bytes,
         "temp": memory.temp_size_in_bytes, "kernels": text.count('custom_call_target="tpu_custom_call"'),
-        "pool copies": len(re.findall(rf"= f32{shape}\S* copy", text)),
+        "pool copies": len(re.findall(rf"= b?f\d+{shape}\S* copy", text)),
         "in vector memory": len(re.findall(shape + r"\{[^}]*S\(1\)\}", text)),
         "used": [int(n) for n in used], "model": MODELS[-1] if MODELS else None, "limit": VMEM_BYTES,
         "collectives": len(re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", text)),

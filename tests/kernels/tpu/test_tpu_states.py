@@ -13,7 +13,7 @@ import pytest
 from interpreter import PLAIN, RACES
 from nightly import NIGHTLY
 from planting import Plant, Sources
-from state_kernels import CASES, CHANNELS, DELTA, SPACE, Mixing, check, expect, make_arrays, make_batch
+from state_kernels import CASES, CHANNELS, CONVOLUTION, DELTA, SPACE, Mixing, check, expect, make_arrays, make_batch
 
 import pallas_kernels
 from pallas_kernels import tpu
@@ -36,24 +36,38 @@ def bind(case, module=mixers):
     batch = make_batch(case)
 
     def step(arrays, interpret):
-        return getattr(module, case.op)(**arrays, batch=batch, interpret=interpret)
+        return getattr(module, case.op)(**arrays, **case.options, batch=batch, interpret=interpret)
 
     return step
 
 
 @pytest.fixture
 def small_items(monkeypatch):
-    """Two items a row, and two rows a grid step."""
+    """Two items a row, or of a convolution two on their way, and two rows a grid step."""
     monkeypatch.setattr(state_decode, "ITEM_BYTES", TWO_HEADS)
+    monkeypatch.setattr(mixers, "WINDOWS", 2)
     monkeypatch.setattr(state_decode, "rows_of_block", lambda *_: 2)
 
 
 @pytest.mark.parametrize("mode", interpreter.MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_token_of_each_row(name, mode, small_items):
-    if not NIGHTLY and (name, mode) not in (("delta", "races"), ("channels", "plain"), ("space", "races")):
+    by_day = ("delta", "races"), ("channels", "plain"), ("space", "races"), ("convolution", "races")
+    if not NIGHTLY and (name, mode) not in by_day:
         pytest.skip("by day each mixer runs in one mode")
     run(CASES[name], interpreter.MODES[mode])
+
+
+BFLOAT16 = CONVOLUTION._replace(dtypes=("bfloat16", "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [BFLOAT16, *[CONVOLUTION._replace(dtypes=("float32", "bfloat16"), new=(0, 1, 0, 1, 1)), BFLOAT16._replace(
+        before=(5,), new=(1,), slots=(10,), to_slots=(0,), snapshots=(-1,), heads=12)] * NIGHTLY],
+)  # fmt: skip
+def test_inputs_of_other_dtypes_and_sizes(case):
+    run(case, RACES)
 
 
 def test_a_step_without_a_token():
@@ -128,13 +142,35 @@ def test_the_choice_is_explained():
     }
     for sentence, choice in refused.items():
         assert choice.implementation == "xla" and sentence in choice.reason, choice
-    convolution = pallas_kernels.explain("causal_conv", platform="tpu")
     assert explain((4, 70)).implementation == explain((70,)).implementation == "tpu"
     by_channel = explain((70,), g=shape(70, 4, 128))
     assert by_channel.implementation == "xla" and "gates by channel" in by_channel.reason
     every = explain((70,), every=48, snapshot_slots=shape(4, 2, dtype="int32"))
     assert every.implementation == "xla" and "not after every 48" in every.reason
-    assert convolution.implementation == "xla" and "no kernel of its own for causal_conv" in convolution.reason
+
+
+def explain_convolution(inner=(8, 3, 128), axes=(4, 1), states="bfloat16", **others):
+    """Returns what is said of a convolution on a TPU."""
+    channels, taps = (inner[0] * inner[2], inner[1]) if len(inner) == 3 else inner
+    arrays = dict(x=shape(*axes, channels), weight=shape(channels, taps + 1), states=shape(9, *inner, dtype=states))
+    return pallas_kernels.explain("causal_conv", **arrays | others, platform="tpu")
+
+
+def test_the_choice_for_a_convolution_is_explained():
+    assert pallas_kernels.explain("causal_conv", platform="tpu").implementation == "tpu"
+    assert explain_convolution().implementation == explain_convolution((24, 3, 128)).implementation == "tpu"
+    refused = {
+        "states is float16: cast it": explain_convolution(states="float16"),
+        "[1024, 3] are no whole register tiles of 8 x 128": explain_convolution((1024, 3)),
+        "[26, 3, 128] are no whole": explain_convolution((26, 3, 128)),
+        "[16, 3, 64] are no whole": explain_convolution((16, 3, 64)),
+        "tiles of 2 inputs of 128 channels": explain_convolution((8, 2, 128)),
+        "take more than the 1 MiB": explain_convolution((2048, 3, 128)),
+        "more than a token of each row": explain_convolution(axes=(4, 2)),
+        "more than a token of each": explain_convolution(axes=(4,)),
+    }
+    for sentence, choice in refused.items():
+        assert choice.implementation == "xla" and sentence in choice.reason, choice
 
 
 # Row 1 goes on from a snapshot's position, in the slot that it shares; row 3 from the middle of a chunk.
@@ -165,11 +201,11 @@ CONTROLS = {
     ),
     "a slot refilled while it is computed": (
         DELTA, RACES,
-        Plant("state_decode:_kernel", "(number + COMING - 1) & (COMING - 1)", "number & (COMING - 1)"),
+        Plant("state_decode:_kernel", "(number + depth - 1) & (depth - 1)", "number & (depth - 1)"),
     ),
     "a state overwritten while it leaves": (
         DELTA, RACES,
-        Plant("state_decode:_kernel", "number & (LEAVING - 1)", "0 * number"),
+        Plant("state_decode:_kernel", "coming.at[slot], leaving.at[slot]", "coming.at[slot], leaving.at[0 * slot]"),
     ),
     "what leaves last not awaited": (
         DELTA, PLAIN,
@@ -216,6 +252,30 @@ CONTROLS = {
         SPACE, PLAIN,
         Plant("state_decode:update_space", "enumerate(split(states))", "enumerate(split(states)[:1])"),
     ),
+    "last inputs overwritten while they leave": (
+        CONVOLUTION, RACES,
+        Plant("state_decode:_kernel", "coming.at[slot], leaving.at[slot]", "coming.at[slot], leaving.at[0 * slot]"),
+    ),
+    "last inputs not moved on": (
+        CONVOLUTION, PLAIN,
+        Plant("state_decode:update_conv", "before[tap + 1]", "before[tap]"),
+    ),
+    "the token's own input not kept": (
+        CONVOLUTION, PLAIN,
+        Plant("state_decode:update_conv", "x.astype(after.dtype)", "before[tap]"),
+    ),
+    "weights of other taps": (
+        CONVOLUTION, PLAIN,
+        Plant("state_decode:update_conv", "weights[tap]", "weights[taps - 1 - tap]"),
+    ),
+    "a bias forgotten": (
+        CONVOLUTION, PLAIN,
+        Plant("state_decode:update_conv", "bias[0]", "0 * bias[0]"),
+    ),
+    "an activation forgotten": (
+        CONVOLUTION, PLAIN,
+        Plant("state_decode:update_conv", "activation == 'silu'", "activation is None"),
+    ),
     "a chunk begins with the state of the row before": (
         CHUNKS, PLAIN,
         Plant("state_prefill:_kernel", "source == -1", "source == -9"),
@@ -253,7 +313,7 @@ CONTROLS = {
         Plant("state_prefill:_run_chunk", "keys[i] * _widen(till_end[i], keys[i].shape[1])", "keys[i]"),
     ),
 }  # fmt: skip
-BY_DAY = ("a slot refilled while it is computed", "a snapshot of the wrong number")
+BY_DAY = ("a slot refilled while it is computed", "a snapshot of the wrong number", "last inputs not moved on")
 
 
 def broken(tmp_path, monkeypatch, *plants):
@@ -264,7 +324,9 @@ def broken(tmp_path, monkeypatch, *plants):
     found = importlib.import_module(f"{name}.state_decode")
     monkeypatch.setattr(found, "ITEM_BYTES", TWO_HEADS)
     monkeypatch.setattr(found, "rows_of_block", lambda *_: 2)
-    return importlib.import_module(f"{name}.mixers")
+    found = importlib.import_module(f"{name}.mixers")
+    monkeypatch.setattr(found, "WINDOWS", 2)
+    return found
 
 
 @pytest.mark.parametrize("control", CONTROLS if NIGHTLY else BY_DAY)

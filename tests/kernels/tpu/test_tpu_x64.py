@@ -34,6 +34,12 @@ def states(*axes):
     return arrays | rows | {"states": shape(9, 8, WIDTH, WIDTH, dtype="float32")}, {}
 
 
+def convolution(*axes):
+    rows = {name: shape(ROWS) for name in ("slots", "to_slots", "lengths", "new")}
+    arrays = {"x": shape(*axes, 8 * WIDTH, dtype="bfloat16"), "weight": shape(8 * WIDTH, 4, dtype="bfloat16")}
+    return arrays | rows | {"states": shape(9, 8, 3, WIDTH, dtype="bfloat16")}, {"activation": "silu"}
+
+
 KERNELS = {
     "decode": ("paged_attention", step(ROWS, 1)),
     "decode, int8": ("paged_attention", step(ROWS, 1, kind="int8")),
@@ -41,6 +47,7 @@ KERNELS = {
     "packed, int8": ("paged_attention", step(16, kind="int8")),
     "chosen tokens": ("paged_attention", step(ROWS, 1, tokens=shape(ROWS, 1, 50))),
     "the delta rule": ("gated_delta_rule", states(ROWS, 1)),
+    "a convolution": ("causal_conv", convolution(ROWS, 1)),
     "the delta rule in chunks": ("gated_delta_rule", states(ROWS, 70)),
 }
 
