@@ -19,7 +19,7 @@ from jaxkv._core.blocks.reblock import (
     fit,
     gather_slots,
 )
-from jaxkv._core.blocks.restore import describe_layer, empty_rows, put_rows
+from jaxkv._core.blocks.restore import describe_layer, empty_rows, put_rows, regroup_channels, ungroup_channels
 from jaxkv._core.blocks.row_snapshots import RowSnapshots, compact_snapshots, put_row_snapshots
 from jaxkv._core.blocks.state_slots import place_states, put_row_states
 from jaxkv._core.cache.cache import Cache
@@ -189,32 +189,35 @@ def _put(
         raise CacheFileError(f"{path} cannot be loaded here: {error} Or load it with a smaller config=.") from error
     cache = put_rows(cache, target, np.array(saved.lengths)[source], loaded, read, in_place=into is None)
     states = place_states(saved_states(tensors, config, source), cache)
-    snapshots = saved_snapshots(saved, tensors, source)
+    snapshots = saved_snapshots(saved, tensors, source, config)
     if snapshots is not None:
         snapshots = dataclasses.replace(snapshots, states=place_states(snapshots.states, cache))
     return put_row_snapshots(put_row_states(cache, target, states), target, snapshots)
 
 
-def saved_snapshots(saved: SavedCache, tensors: Mapping[str, np.ndarray], rows: np.ndarray) -> RowSnapshots | None:
-    """Returns the snapshots of rows `i32[n]` of a file; None if they have none."""
+def saved_snapshots(
+    saved: SavedCache, tensors: Mapping[str, np.ndarray], rows: np.ndarray, config: CacheConfig
+) -> RowSnapshots | None:
+    """Returns the snapshots of rows `i32[n]` of a file for a cache of a config; None if they have none."""
     every = saved.config.snapshot_every
     if SNAPSHOTS not in tensors or every is None:
         return None
-    states = saved_states(tensors, saved.config, slice(None), kind="snapshot")
+    states = saved_states(tensors, config, slice(None), kind="snapshot")
     return compact_snapshots(tensors[SNAPSHOTS][rows], every, states, first=1)
 
 
 def saved_states(
     tensors: Mapping[str, np.ndarray], config: CacheConfig, rows: Any, kind: str = "state"
 ) -> tuple[dict[str, np.ndarray] | None, ...]:
-    """Returns the saved states `[n, ...]` of rows `i32[n]` of a file; nothing without recurrent layers."""
+    """Returns the saved states `[n, ...]` of rows `i32[n]` of a file for a cache of a config; nothing without recurrent
+    layers."""
     if not config.recurrent_layers:
         return ()
     found: list[dict[str, np.ndarray] | None] = [{} if layer.is_recurrent else None for layer in config.layers]
-    for i, name in stored_states(config):
+    for (i, name), array in stored_states(config).items():
         own = found[i]
         assert own is not None
-        own[name] = tensors[f"{kind}.{i}.{name}"][rows]
+        own[name] = regroup_channels(tensors[f"{kind}.{i}.{name}"][rows], array.shape)
     return tuple(found)
 
 
@@ -310,7 +313,7 @@ def check_layers(path: pathlib.Path, saved: CacheConfig, config: CacheConfig) ->
             f"{path} has {saved.num_layers} layers, but the cache has {config.num_layers}: it is of another model."
         )
     for i in range(config.num_layers):
-        theirs, ours = (describe_layer(c, i) for c in (saved, config))
+        theirs, ours = (ungroup_channels(describe_layer(c, i)) for c in (saved, config))
         wrong = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
         if set(wrong) <= {"dtype", "rotate"} and "dtype" in wrong:
             raise CacheFileError(

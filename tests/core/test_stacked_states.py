@@ -140,13 +140,13 @@ def test_a_list_of_layers_is_put_back(filled):
     stacked, apart = filled
     cache = jaxkv.extend(stacked, [1, 0, 0, 1])
     layers = list(cache.layers)
-    new = {"conv": jnp.full((ROWS, 6, 2), 3.0), "state": jnp.full((ROWS, 2, 3, 4), 4.0)}
+    new = {"conv": jnp.full((ROWS, 2, 2, 3), 3.0), "state": jnp.full((ROWS, 2, 3, 4), 4.0)}
     layers[2] = jaxkv.write_states(layers[2], new)
     again = jaxkv.write_states(cache, new, layer=2)
     np.testing.assert_array_equal(states_of(cache.with_layers(layers)), states_of(again))
     other = jaxkv.write_states(jaxkv.extend(apart, [1, 0, 0, 1]), new, layer=2)
     np.testing.assert_array_equal(states_of(again), states_of(other))
-    assert cache.layers[(0, 1)].number == 0 and jaxkv.read_states(cache, layer=(0, 1))["conv"].shape == (ROWS, 6, 2)
+    assert cache.layers[(0, 1)].number == 0 and jaxkv.read_states(cache, layer=(0, 1))["conv"].shape == (ROWS, 2, 2, 3)
 
 
 def test_guesses_are_kept_layer_by_layer_and_refused_in_a_scan(filled):

@@ -11,7 +11,6 @@ from jax.sharding import AxisType
 from nightly import NIGHTLY, skip_by_day
 from state_trial import (
     ATTENTION,
-    DELTA,
     ROWS,
     SPACE,
     VOCABULARY,
@@ -27,7 +26,6 @@ from state_trial import (
 )
 
 import jaxkv
-from jaxkv._files.format import SavedCache, render_header
 from jaxkv.testing import assert_no_copy
 
 
@@ -135,25 +133,29 @@ def test_states_are_divided_over_heads(kind):
 def test_kernels_of_states_run_on_each_device(heads, kind):
     """Lowered for a TPU, which has no kernel that the compiler could divide."""
     mesh = jax.make_mesh((2,), ("model",), axis_types=(kind,))
-    layer = jaxkv.LayerConfig.recurrent(state=((heads, 16, 128), "float32"))
+    layer = jaxkv.LayerConfig.recurrent(conv=((16 * heads, 3, 128), "bfloat16"), state=((heads, 16, 128), "float32"))
     cache = jaxkv.init(make_config(layer, ATTENTION), mesh=mesh)
 
-    def step(cache, k, v, g):
+    def step(cache, k, v, g, x, weight):
         cache = jaxkv.extend(cache, jnp.ones(ROWS, jnp.int32))
         y, cache = jaxkv.gated_delta_rule(k, k, v, g, g, cache, 0, implementation="tpu")
         z, cache = jaxkv.state_space(
             v[..., :16], g, g[0, 0], v[..., :1, :], v[..., :1, :], cache, 0, implementation="tpu"
         )
-        return y.sum() + z.sum(), cache
+        x, cache = jaxkv.causal_conv(x, weight, cache, 0, implementation="tpu")
+        return y.sum() + z.sum() + x.sum(), cache
 
     def token(*shape):
         return jnp.ones((ROWS, 1, *shape))
 
     with jax.set_mesh(mesh):
-        traced = jax.jit(step).trace(cache, token(1, 16), token(heads, 128), token(heads))
+        channels = 16 * heads * 128
+        tokens = token(1, 16), token(heads, 128), token(heads), token(channels)
+        traced = jax.jit(step).trace(cache, *tokens, jnp.ones((channels, 4)))
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     kernels = [line for line in text.splitlines() if "tpu_custom_call" in line]
-    assert len(kernels) == 2 and all(f"5x{2 if heads == 4 else 3}x16x128xf32" in line for line in kernels)
+    assert len(kernels) == 3 and sum(f"5x3x{8 * heads}x128xbf16" in line for line in kernels) == 1
+    assert sum(f"5x{2 if heads == 4 else 3}x16x128xf32" in line for line in kernels) == 2
 
 
 def test_a_cache_with_states_is_one_of_many():
@@ -272,30 +274,6 @@ def test_check_says_where_a_row_can_go_back_to():
     assert cache.failed.tolist() == [True, False, False, False]
     with pytest.raises(jaxkv.OutOfWindow, match=r"to 2 tokens goes back to where recurrent layers \(0 and 2\)"):
         jaxkv.check(cache)
-
-
-def test_a_file_of_other_states_is_refused(tmp_path):
-    path = tmp_path / "x.safetensors"
-    jaxkv.save(path, jaxkv.extend(made(), [5, 4, 0, 0]))
-    assert jaxkv.describe(path).config == make_config()
-    plain = make_config(ATTENTION)
-    versions = [
-        render_header(SavedCache(config=c, lengths=(), model=None, metadata={}, block_size=4, groups=c.groups))[
-            "version"
-        ]
-        for c in (make_config(), plain)
-    ]
-    assert versions == ["5", "4"]  # older readers go on reading what they know
-    other = jaxkv.LayerConfig.recurrent(state=((2, 4, 5), "float32"))
-    with pytest.raises(jaxkv.CacheFileError, match="it is of another model"):
-        jaxkv.load(path, make_config(DELTA, ATTENTION, other))
-    with pytest.raises(jaxkv.CacheFileError, match="it is of another model"):
-        jaxkv.load(path, make_config(DELTA, ATTENTION, ATTENTION))
-    with pytest.raises(ValueError, match="but that of the cache sent to has states"):
-        jaxkv.send(made(), 0, to=jaxkv.init(make_config(DELTA, ATTENTION, other)))
-    _, host = jaxkv.swap_out(jaxkv.extend(made(), [5, 4, 0, 0]), 0)
-    with pytest.raises(ValueError, match="The states of these rows are"):
-        jaxkv.swap_in(jaxkv.init(make_config(DELTA, ATTENTION, other)), 0, host)
 
 
 def test_what_keeps_a_state_says_so_in_a_line():

@@ -126,7 +126,8 @@ def causal_conv(
       x: `[S, T, C]` padded or `[N, C]` packed.
       weight, bias, activation, implementation: as for [`pallas_kernels.causal_conv`][].
       cache, layer: a cache and the index of a recurrent layer, or the layer alone.
-      name: the state's array, `(C, width - 1)`.
+      name: the state's array, `(C, width - 1)`, or `(C // n, width - 1, n)` with channels in groups of n. A TPU's
+        kernel takes groups of 128.
       step: the plan of the step.
 
     Returns:

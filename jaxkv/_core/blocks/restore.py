@@ -126,3 +126,26 @@ def describe_layer(config: CacheConfig, layer: int) -> dict[str, Any]:
     }
     states = {} if said["states"] is None else {"states": [list(array) for array in config.layers[layer].states or ()]}
     return {name: x for name, x in said.items() if name not in ("bounds", "states")} | states
+
+
+def ungroup_channels(described: dict[str, Any]) -> dict[str, Any]:
+    """Returns a layer's description with the last inputs of its convolution as `[C, width - 1]`, whether or not its
+    channels stand in groups: `regroup_channels` turns either form into the other."""
+    if "states" not in described:
+        return described
+    states = [[name, list(_ungrouped(name, shape)), dtype] for name, shape, dtype in described["states"]]
+    return described | {"states": states}
+
+
+def _ungrouped(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[0] * shape[2], shape[1]) if name == "conv" and len(shape) == 3 else shape
+
+
+def regroup_channels(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns rows' last inputs `[n, C, width - 1]`, or `[n, C // m, width - 1, m]`, as `[n, *shape]`, which is one of
+    these forms; any other array as it is."""
+    if x.shape[1:] == shape:
+        return x
+    if x.ndim == 4:
+        x = np.swapaxes(x, 2, 3).reshape(len(x), -1, x.shape[2])
+    return x if len(shape) == 2 else np.swapaxes(x.reshape(len(x), shape[0], shape[2], shape[1]), 2, 3)

@@ -68,7 +68,7 @@ def _replay(
     padded = {name: _pad(x, tables, inputs, longest) for name, x in inputs.tokens.items()}
     arrays: dict[str, Any] = padded | inputs.fixed
     if inputs.mixer == "causal_conv":
-        arrays["weight"] = jnp.zeros((states.shape[1], states.shape[2] + 1), padded["x"].dtype)
+        arrays["weight"] = jnp.zeros((padded["x"].shape[-1], states.shape[2] + 1), padded["x"].dtype)
     # Queries have no part in a state; the output is dropped.
     arrays |= {"gated_delta_rule": {"q": arrays.get("k")}, "state_space": {"C": arrays.get("B")}}.get(inputs.mixer, {})
     door = getattr(pallas_kernels, inputs.mixer)
