@@ -106,17 +106,19 @@ def test_batches_and_scans():
     check(interpreter.run(scanned, layers, mode=PLAIN), case, arrays[1] | {"states": jnp.asarray(after)})
 
 
-def test_heads_over_devices():
-    mesh, arrays = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",)), make_arrays(DELTA)
+@pytest.mark.parametrize("case", [DELTA, *[CONVOLUTION] * NIGHTLY])
+def test_heads_over_devices(case):
+    mesh, arrays = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",)), make_arrays(case)
     heads, whole = jax.P(None, None, "x"), jax.P()
-    specs = dict.fromkeys(arrays, heads) | {"scale": whole, "states": jax.P(None, "x")}
+    fixed = {"scale": whole, "weight": jax.P("x"), "bias": jax.P("x"), "states": jax.P(None, "x")}
+    specs = dict.fromkeys(arrays, heads) | {name: spec for name, spec in fixed.items() if name in arrays}
 
     def divided(arrays, interpret):
-        step = functools.partial(bind(DELTA), interpret=interpret)
+        step = functools.partial(bind(case), interpret=interpret)
         out_specs = heads, specs["states"]
         return jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(arrays)
 
-    check(interpreter.run(divided, arrays, mode=PLAIN), DELTA)
+    check(interpreter.run(divided, arrays, mode=PLAIN), case)
 
 
 def shape(*axes, dtype="float32"):
