@@ -359,8 +359,8 @@ def test_clients_come_and_go(served, client, expected):
 
 def test_the_command(folder):  # noqa: F811
     port = free_port()
-    command = [sys.executable, "-m", "jaxkv", "serve", "--model", str(folder), "--port", str(port), "--grace", "5"]
-    command += [] if NIGHTLY else ["--no-warmup", "--max-seqs", "2", "--max-seq-len", "64"]  # little is compiled
+    command = [sys.executable, "-m", "jaxkv", "serve", "--model", str(folder), "--port", str(port), "--grace", "0"]
+    command += [] if NIGHTLY else ["--no-warmup", "--max-seqs", "2", "--max-seq-len", "4096"]  # little is compiled
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -377,8 +377,14 @@ def test_the_command(folder):  # noqa: F811
             body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 3, "temperature": 0}
             found = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=120)
             assert found.status_code == 200 and found.json()["usage"]["completion_tokens"] <= 3
-            process.send_signal(signal.SIGINT)
+            body |= {"max_tokens": 4000, "temperature": 1.5, "n": 8, "stream": True}
+            with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=120) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGINT)
+                rest = [line for line in lines if line]
             out, _ = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode in (0, 130) and "Traceback" not in out, out
+    assert rest[-1] == "data: [DONE]" and "The server is closing" in rest[-2], "a stream is ended, not cut off"

@@ -13,6 +13,7 @@ import logging
 import sys
 import time
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -27,12 +28,15 @@ logger = logging.getLogger("jaxkv.serve")
 # requests while it reads a text.
 LEAST_LIMIT, MOST_PER_TOKEN = 1 << 20, 64
 
+CLOSING = "The server is closing, before the answer has ended."
+SECONDS_TO_TELL = 5  # that clients are left, to hear of it
+
 
 @keep_compiled()
 def serve(arguments: argparse.Namespace) -> int:
     """Serves a model until Ctrl-C."""
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise ModuleNotFoundError('serve needs a web server: pip install "jaxkv[serve]".') from error
     opened = open_model(arguments)
@@ -54,17 +58,32 @@ def serve(arguments: argparse.Namespace) -> int:
         print(f"jaxkv: compiled in {time.monotonic() - began:.1f} s.", file=sys.stderr, flush=True)
     app = make_app(engine, opened.chat, arguments.model.name or str(arguments.model), opened.eos, opened.sampling)
     with engine, engine.serve():
-        uvicorn.run(
-            app,
-            host=arguments.host,
-            port=arguments.port,
-            timeout_graceful_shutdown=arguments.grace,
-            log_level="info",
-            access_log=False,
-        )
+        _listen(app, arguments)
         if arguments.prefix_disk is not None and engine.drain(arguments.grace):
             engine.prefix.flush(engine.cache)
     return 0
+
+
+def _listen(app: Any, arguments: argparse.Namespace) -> None:
+    """Runs the app until Ctrl-C, and then for as long as `--grace` says while answers are under way."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: Any = None) -> None:
+            cut = asyncio.get_running_loop().call_later(arguments.grace, app.state.cut)
+            await super().shutdown(sockets)
+            cut.cancel()
+
+    config = uvicorn.Config(
+        app,
+        host=arguments.host,
+        port=arguments.port,
+        timeout_graceful_shutdown=arguments.grace + SECONDS_TO_TELL,
+        log_level="info",
+        access_log=False,
+    )
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when all is closed
+        Server(config).run()
 
 
 def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[str, Any] | None = None) -> Any:
@@ -77,6 +96,7 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
     defaults = {key: value for key, value in (sampling or {}).items() if key != "seed"}
     template = asyncio.Lock()  # one conversation at a time is rendered
     most = LEAST_LIMIT + MOST_PER_TOKEN * engine.config.max_seq_len
+    running: weakref.WeakSet[Any] = weakref.WeakSet()
 
     async def complete(kind: Any, http: Any) -> Any:
         requests: list[Any] = []
@@ -93,6 +113,7 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
                 prompts = await asyncio.to_thread(form.prompts)
             for prompt in prompts:
                 requests.append(engine.submit(prompt, tokenizer=text, eos=eos, **options))
+                running.add(requests[-1])
         except (ValueError, UnicodeDecodeError, RecursionError) as error:
             _cancel(requests)
             return _refusal(JSONResponse, 400, "invalid_request_error", str(error))
@@ -114,6 +135,8 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
         pairs = _list_samples(requests)
         if failed := [sample.error for _, sample in pairs if sample.error]:
             return _refusal(JSONResponse, 500, "server_error", failed[0])
+        if any(sample.ended == "cancelled" for _, sample in pairs):
+            return _refusal(JSONResponse, 503, "server_error", CLOSING)
         choices = [
             {"index": i, **form.choice(request, sample), "finish_reason": finish_reason(sample)}
             for i, (request, sample) in enumerate(pairs)
@@ -141,7 +164,9 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
             respond(lambda: PlainTextResponse("ok" if engine.is_served else "", 200 if engine.is_served else 503)),
         ),
     ]
-    return Starlette(routes=routes, exception_handlers={Exception: fail})
+    app = Starlette(routes=routes, exception_handlers={Exception: fail})
+    app.state.cut = lambda: _cancel(list(running))
+    return app
 
 
 async def read_body(http: Any, most: int) -> bytes | None:
@@ -191,7 +216,8 @@ async def stream_answer(
                 if len(sample.text) > shown:
                     piece, shown = sample.text[shown:], len(sample.text)
                     put(form.chunk(piece, sample, told, told := len(sample.tokens)))
-        put(form.chunk(sample.text[shown:], sample, told, None), finish_reason(sample), error=sample.error)
+        error = sample.error or (CLOSING if sample.ended == "cancelled" else None)
+        put(form.chunk(sample.text[shown:], sample, told, None), finish_reason(sample), error=error)
         events.put_nowait(None)
 
     pairs = _list_samples(requests)
