@@ -9,7 +9,7 @@ as large as tokens times context but in vector memory, eight queries at a time, 
 import functools
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,36 @@ SCORED = 256  # of them in one product: as wide as a matrix unit
 SLOTS = 4  # steps whose keys have room, a power of two
 UNROLLED = 8  # registers of numbers in one turn of a loop
 LOWEST = np.int32(np.iinfo(np.int32).min)  # of tokens that are not seen
+
+
+class StepList(NamedTuple):
+    """The steps of the tiles' rows, flat: arrays, and references to them in scalar memory."""
+
+    rows: Any  # i32[tiles * rows]: each row's place in the tables
+    firsts: Any  # i32[tiles * rows]: its first step
+    lasts: Any  # i32[tiles * rows]: the one behind its last
+    limits: Any  # i32[tiles * rows]: its tokens
+    successors: Any  # i32[tiles * (rows + 1)]: before the first row and behind each, the next that has any steps
+    totals: Any  # i32[tiles]: how many steps a tile has
+
+
+class QueryTiles(NamedTuple):
+    """The queries of all tiles, or references to those of one, and what the kernel counts by."""
+
+    q: Any  # [tiles, QUERIES, heads, E]; of three parts, the heads of each behind the other
+    weights: Any  # f32[tiles, QUERIES, heads, LANES]
+    positions: Any  # i32[tiles, QUERIES, LANES]
+    sums: Any  # bf16[LANES, 2 LANES], see `_make_sums`
+
+
+class IndexScratch(NamedTuple):
+    """What the kernel keeps in vector memory, and the semaphores of the copies to it."""
+
+    keys: Any  # [SLOTS, pages, page, E]
+    arriving: Any  # [SLOTS]
+    scores: Any  # f32[lines, QUERIES, LANES]
+    numbers: Any  # i32[lines + UNROLLED, QUERIES, LANES]: integers in the scores' order, of which the best move
+    moves: Any  # as many: how far
 
 
 def select_tokens(q, weights, stored, batch, mask, top_k: int, *, interpret: Any = False) -> Best:
@@ -115,8 +145,9 @@ def select_best(inputs: IndexQueries, lanes: Lanes, kept: int, *, interpret: Any
     q, weights = (x.reshape(tiles, QUERIES, -1, x.shape[-1]) for x in (q, weights))
     places = jnp.broadcast_to(position.reshape(tiles, QUERIES, 1), (tiles, QUERIES, LANES))
     score, found = _run(
-        (*_list_steps(row, begin, limit, _step_tokens(_page_size(keys.shape[3]))), tables.reshape(-1)),
-        (q, weights, places, _make_sums()),
+        _list_steps(row, begin, limit, _step_tokens(_page_size(keys.shape[3]))),
+        tables.reshape(-1),
+        QueryTiles(q, weights, places, _make_sums()),
         keys,
         columns=tables.shape[1],
         kept=kept,
@@ -129,21 +160,20 @@ def select_best(inputs: IndexQueries, lanes: Lanes, kept: int, *, interpret: Any
     return Best(-lowest[: num_lanes * queries], found[: num_lanes * queries])
 
 
-def _list_steps(row: jax.Array, begin: jax.Array, limit: jax.Array, step_tokens: int) -> tuple[jax.Array, ...]:
-    """Returns the steps of tiles' rows, flat: the rows in the tables, their first steps and those behind their last,
-    their tokens; behind each row, and before the first, the next that has any steps; and how many a tile has."""
+def _list_steps(row: jax.Array, begin: jax.Array, limit: jax.Array, step_tokens: int) -> StepList:
+    """Returns the steps of the tiles' rows, which see tokens from `begin` on up to `limit`."""
     rows = row.shape[1]
     first, last = begin // step_tokens, -(-limit // step_tokens)
     has_steps = last > first
     place = jnp.where(has_steps, jnp.arange(rows, dtype=jnp.int32)[None], rows)
     successors = lax.cummin(jnp.pad(place, ((0, 0), (0, 1)), constant_values=rows), axis=1, reverse=True)
     total = jnp.sum(last - first, axis=1, dtype=jnp.int32)
-    return *(x.reshape(-1) for x in (row, first, last, limit, successors)), total
+    return StepList(*(x.reshape(-1) for x in (row, first, last, limit, successors)), total)
 
 
-def _run(scalars, arrays, keys, *, columns: int, kept: int, window_mask: WindowMask, interpret: Any):
+def _run(steps, tables, queries, keys, *, columns: int, kept: int, window_mask: WindowMask, interpret: Any) -> Best:
     """Returns scores and positions of tiles' best tokens, by position, `[tiles, lines, QUERIES, LANES]` each."""
-    q, weights, places, sums = arrays
+    q, weights, positions, sums = queries
     tiles, lines = q.shape[0], -(-kept // LANES)
     page_size = _page_size(keys.shape[3])
     step_tokens = _step_tokens(page_size)
@@ -153,32 +183,31 @@ def _run(scalars, arrays, keys, *, columns: int, kept: int, window_mask: WindowM
         return pl.BlockSpec((1, *x.shape[1:]), lambda tile, *_: (tile, *(0 for _ in x.shape[1:])))
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    given = (q, weights, places)
-    out = [output((tiles, lines, QUERIES, LANES), dtype, q, keys) for dtype in (jnp.float32, jnp.int32)]
+    one_for_all = pl.BlockSpec(sums.shape, lambda tile, *_: (0, 0))
+    best = Best(*(output((tiles, lines, QUERIES, LANES), dtype, q, keys) for dtype in (jnp.float32, jnp.int32)))
     context = columns * keys.shape[3]
     kernel = pl.pallas_call(
         functools.partial(
-            _kernel, rows=scalars[0].size // tiles, columns=columns, kept=kept, window_mask=window_mask,
-            block_size=keys.shape[3],
+            _kernel, rows=steps.rows.size // tiles, columns=columns, kept=kept, window_mask=window_mask
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=2,
             grid=(tiles,),
-            in_specs=[*map(per_tile, given), pl.BlockSpec(sums.shape, lambda tile, *_: (0, 0)), hbm],
-            out_specs=[per_tile(x) for x in out],
-            scratch_shapes=[
+            in_specs=(QueryTiles(per_tile(q), per_tile(weights), per_tile(positions), one_for_all), hbm),
+            out_specs=(Best(*map(per_tile, best)),),
+            scratch_shapes=(IndexScratch(
                 pltpu.VMEM((SLOTS, step_tokens // page_size, page_size, keys.shape[-1]), keys.dtype),
                 pltpu.SemaphoreType.DMA((SLOTS,)),
                 pltpu.VMEM((numbers, QUERIES, LANES), jnp.float32),
                 pltpu.VMEM((numbers + UNROLLED, QUERIES, LANES), jnp.int32),
                 pltpu.VMEM((numbers + UNROLLED, QUERIES, LANES), jnp.int32),
-            ],
+            ),),
         ),
-        out_shape=out,
+        out_shape=(best,),
         cost_estimate=pl.CostEstimate(
             flops=2 * tiles * context * q.shape[1] * q.shape[2] * keys.shape[-1],
             transcendentals=0,
-            bytes_accessed=scalars[0].size * context * keys.shape[-1] * keys.dtype.itemsize,
+            bytes_accessed=steps.rows.size * context * keys.shape[-1] * keys.dtype.itemsize,
         ),
         compiler_params=compiler_params(_bytes(q.shape, weights.shape, keys, columns, kept)),
         interpret=interpret,
@@ -186,10 +215,11 @@ def _run(scalars, arrays, keys, *, columns: int, kept: int, window_mask: WindowM
     )  # fmt: skip
 
     @jax.custom_batching.sequential_vmap
-    def run(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return tuple(kernel(*operands[:-1], in_hbm(operands[-1], interpret)))
+    def run(steps, tables, queries, keys):
+        (best,) = kernel(steps, tables, queries, in_hbm(keys, interpret))
+        return best
 
-    return run(*scalars, *given, sums, keys)
+    return run(steps, tables, queries, keys)
 
 
 def _page_size(block_size: int) -> int:
@@ -236,11 +266,14 @@ def _make_sums() -> jax.Array:
 
 
 def _kernel(
-    row_ref, firsts, lasts, limits, successors, totals, tables, q_ref, weights_ref, places_ref, sums_ref, pool,
-    score_ref, found_ref, buffer, arriving, scores, numbers, moves, *, rows, columns, kept, window_mask, block_size,
+    steps: StepList, tables, queries: QueryTiles, pool, best: Best, scratch: IndexScratch, *, rows, columns, kept,
+    window_mask,
 ):  # fmt: skip
+    row_ref, firsts, lasts, limits, successors, totals = steps
+    q_ref, weights_ref, positions_ref, sums_ref = queries
+    buffer, arriving, scores, *_ = scratch
     tile = pl.program_id(0)
-    _, pages, page_size, _ = buffer.shape
+    (_, pages, page_size, _), block_size = buffer.shape, pool.shape[3]
     step_tokens = pages * page_size
 
     def advance(row, step):
@@ -315,10 +348,7 @@ def _kernel(
         low = jnp.where(some, jnp.where(high == 0, first, jnp.minimum(low, first)), low)
         high = jnp.where(some, jnp.maximum(high, last), high)
     unit = step_tokens // LANES
-    _select(
-        (low * unit, high * unit), places_ref[0], sums_ref[...], scores, numbers, moves, score_ref, found_ref, kept,
-        window_mask,
-    )  # fmt: skip
+    _select((low * unit, high * unit), positions_ref[0], sums_ref[...], scratch, best, kept, window_mask)
 
 
 def _score(q, weights, keys):
@@ -334,8 +364,9 @@ def _score(q, weights, keys):
     return jnp.sum(jnp.maximum(found, 0.0) * wide, axis=0, keepdims=True)
 
 
-def _select(lines, position, sums, scores, numbers, moves, score_ref, found_ref, kept, window_mask):
+def _select(lines, position, sums, scratch: IndexScratch, best: Best, kept, window_mask):
     """Writes the best tokens of a tile, of those whose scores stand in some lines, to the output."""
+    (_, _, scores, numbers, moves), (score_ref, found_ref) = scratch, best
     begin, count = lines[0], lines[1] - lines[0]
     turns = divide(count + (UNROLLED - 1), UNROLLED)
     lane = lax.broadcasted_iota(jnp.int32, (QUERIES, LANES), 1)
