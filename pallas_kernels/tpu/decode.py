@@ -9,6 +9,7 @@ tile of rows in the page that has come anyway, and sends that tile back.
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -52,6 +53,44 @@ BLOCK_BYTES = 4 * 2**20  # of them; they are buffered twice
 STATE = 3 * SLOTS + 1  # scalars that go from one grid step to the next
 _CONTRACT_MINOR = (((1,), (1,)), ((), ()))
 _CONTRACT_INNER = (((1,), (0,)), ((), ()))
+
+
+class DecodeScalars(NamedTuple):
+    """The work of all blocks of rows: arrays, and references to them in scalar memory."""
+
+    limits: Any  # i32[rows]: tokens of each row
+    successors: Any  # i32[rows + 1]: before the first row and behind each, the next that has any tokens
+    targets: Any  # i32[rows]: the block that the new token is written to, or 0
+    counts: Any  # i32[blocks]: steps
+    tables: Any  # i32[S * M]
+    knobs: Any  # f32[2]: the scale, and the soft cap
+
+
+class DecodeInputs(NamedTuple):
+    """What comes for a block of rows, and the pool, which stays in HBM; None: it is not there."""
+
+    q: Any
+    sinks: Any  # [H, LANES]
+    new_kv: Any
+    pool: Any  # one or two: the numbers, and their scales
+
+
+class DecodeOutputs(NamedTuple):
+    """What goes for a block of rows, and the pool if it is written to, in the memory that it came in."""
+
+    out: Any
+    lse: Any  # [rows, H, LANES]
+    pool: Any
+
+
+class DecodeScratch(NamedTuple):
+    """What the kernel keeps in vector memory, and its semaphores. Pairs are memory and the semaphore of its copies."""
+
+    buffers: Any  # a pair for each array of the pool: pages of `SLOTS` steps
+    state: Any  # i32[STATE] in scalar memory
+    softmax: Any  # `Softmax`
+    writes: Any  # a pair for each array of the pool: the register tiles that go back
+    encoded: Any  # of a quantized pool the new tokens' numbers and scales, as they are stored
 
 
 def decode(
@@ -107,63 +146,68 @@ def decode(
     ids = jnp.where(limits > 0, jnp.arange(limits.size, dtype=jnp.int32), limits.size)
     successors = lax.cummin(jnp.append(ids, jnp.int32(limits.size)), reverse=True)  # at 0 the first row with tokens
     knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (options.scale, 1.0 if soft_cap is None else soft_cap)])
-    scalars = (limits, successors, targets, steps, tables.reshape(-1), knobs)
+    scalars = DecodeScalars(limits, successors, targets, steps, tables.reshape(-1), knobs)
 
     def per_block(*shape):
         return pl.BlockSpec((block, *shape), lambda block, *_: (block, *(0 for _ in shape)))
 
-    pool = pl.BlockSpec(memory_space=pltpu.HBM)
-    inputs = [(q, per_block(query_rows, head_dim))]
-    outputs = [(output((rows, heads, value_dim), q.dtype, q, kv), per_block(heads, value_dim))]
-    scratch = [
-        *page_buffers(kv, kv_scale, segments * pages.pages_per_step, pages.page_size, SLOTS),
+    pools = [kv, kv_scale] if scaled else [kv]
+    pool_specs = [pl.BlockSpec(memory_space=pltpu.HBM)] * len(pools)
+    inputs = DecodeInputs(q, None, new_kv, [in_hbm(x, interpret) for x in pools])
+    in_specs = DecodeInputs(per_block(query_rows, head_dim), None, None, pool_specs)
+    outputs = DecodeOutputs(output((rows, heads, value_dim), q.dtype, q, kv), None, None)
+    out_specs = DecodeOutputs(per_block(heads, value_dim), None, None)
+    statistics = pltpu.VMEM((heads, LANES), jnp.float32)
+    scratch = DecodeScratch(
+        page_buffers(kv, kv_scale, segments * pages.pages_per_step, pages.page_size, SLOTS),
         pltpu.SMEM((STATE,), jnp.int32),
-        pltpu.VMEM((heads, LANES), jnp.float32),
-        pltpu.VMEM((heads, LANES), jnp.float32),
-        pltpu.VMEM((heads, value_dim), jnp.float32),
-    ]
+        Softmax(statistics, statistics, pltpu.VMEM((heads, value_dim), jnp.float32)),
+        None,
+        None,
+    )
+    aliases = {}
     if sinks is not None:
         sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], (heads, LANES))
-        inputs.append((sinks, pl.BlockSpec((heads, LANES), lambda row, *_: (0, 0))))
+        inputs = inputs._replace(sinks=sinks)
+        in_specs = in_specs._replace(sinks=pl.BlockSpec((heads, LANES), lambda row, *_: (0, 0)))
     if return_lse:
-        outputs.append((output((rows, heads, LANES), jnp.float32, q, kv), per_block(heads, LANES)))
-    aliases = {}
+        outputs = outputs._replace(lse=output((rows, heads, LANES), jnp.float32, q, kv))
+        out_specs = out_specs._replace(lse=per_block(heads, LANES))
     if fused:
-        inputs.append((new_kv, per_block(*new_kv.shape[1:])))
-        pools = [kv, kv_scale] if scaled else [kv]
-        aliases = {len(scalars) + len(inputs) + i: len(outputs) + i for i in range(len(pools))}
-        outputs += [(output(x.shape, x.dtype, x, new_kv), pool) for x in pools]
-        for x, tile in zip(pools, ((sublanes(kv.dtype), head_dim), (LANES,)), strict=False):
-            scratch += [pltpu.VMEM((segments, *x.shape[1:3], *tile), x.dtype), pltpu.SemaphoreType.DMA(())]
-        if scaled:
-            scratch += [
-                pltpu.VMEM((block, *kv.shape[1:3], head_dim), jnp.int32),  # of four bits both in one
-                pltpu.VMEM((block, *kv_scale.shape[1:3], LANES), jnp.float32),
+        in_specs = in_specs._replace(new_kv=per_block(*new_kv.shape[1:]))
+        outputs = outputs._replace(pool=[output(x.shape, x.dtype, x, new_kv) for x in pools])
+        out_specs = out_specs._replace(pool=pool_specs)
+        # The pool is last of what comes and of what goes.
+        ends = [len(jax.tree.leaves(x)) - len(pools) for x in ((scalars, inputs), outputs)]
+        aliases = {ends[0] + i: ends[1] + i for i in range(len(pools))}
+        tiles = ((sublanes(kv.dtype), head_dim), (LANES,))
+        scratch = scratch._replace(
+            writes=[
+                (pltpu.VMEM((segments, *x.shape[1:3], *tile), x.dtype), pltpu.SemaphoreType.DMA(()))
+                for x, tile in zip(pools, tiles, strict=False)
             ]
-    inputs += [(in_hbm(x, interpret), pool) for x in (kv, kv_scale) if x is not None]
+        )
+        if scaled:
+            scratch = scratch._replace(
+                encoded=(
+                    pltpu.VMEM((block, *kv.shape[1:3], head_dim), jnp.int32),  # of four bits both in one
+                    pltpu.VMEM((block, *kv_scale.shape[1:3], LANES), jnp.float32),
+                )
+            )
 
-    arrays, in_specs = zip(*inputs, strict=True)
-    out_shape, out_specs = zip(*outputs, strict=True)
     context = rows * tables.shape[1] * pages.block_size
-    results = pl.pallas_call(
+    (results,) = pl.pallas_call(
         functools.partial(
-            _kernel,
-            pages=pages,
-            segments=segments,
-            soft_cap=soft_cap is not None,
-            sinks=sinks is not None,
-            lse=return_lse,
-            fused=fused,
-            stored=stored.replace(None),
+            _kernel, pages=pages, segments=segments, soft_cap=soft_cap is not None, stored=stored.replace(None)
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=1,
             grid=(blocks,),
-            in_specs=in_specs,
-            out_specs=out_specs,
-            scratch_shapes=scratch,
+            in_specs=(in_specs,),
+            out_specs=(out_specs,),
+            scratch_shapes=(scratch,),
         ),
-        out_shape=out_shape,
+        out_shape=(outputs,),
         input_output_aliases=aliases,
         cost_estimate=pl.CostEstimate(
             flops=4 * context * heads * head_dim,
@@ -173,21 +217,21 @@ def decode(
         compiler_params=compiler_params(need),
         interpret=interpret,
         name="paged_decode",
-    )(*scalars, *arrays)
-    lse = results[1][..., 0] if return_lse else None
+    )(scalars, inputs)
+    lse = results.lse[..., 0] if return_lse else None
     if fused:
-        kv, kv_scale = results[-2:] if scaled else (results[-1], None)
-    return results[0], lse, stored.replace(kv, scales_as_given(kv_scale, stored))
+        kv, kv_scale = results.pool if scaled else (*results.pool, None)
+    return results.out, lse, stored.replace(kv, scales_as_given(kv_scale, stored))
 
 
 def page_buffers(kv, kv_scale, count: int, page_size: int, slots: int = 2) -> list:
-    """Scratch for `slots` times `count` pages and their semaphores, and the same for their scales."""
+    """Pairs of scratch for `slots` times `count` pages and their semaphores, and the same for their scales."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
     shape = (slots, count, parts, num_kv_heads, page_size, head_dim)
-    scratch = [pltpu.VMEM(shape, kv.dtype), pltpu.SemaphoreType.DMA((slots,))]
+    scratch = [(pltpu.VMEM(shape, kv.dtype), pltpu.SemaphoreType.DMA((slots,)))]
     if kv_scale is not None:
         page = (slots, count, *kv_scale.shape[1:3], page_size)
-        scratch += [pltpu.VMEM(page, kv_scale.dtype), pltpu.SemaphoreType.DMA((slots,))]
+        scratch.append((pltpu.VMEM(page, kv_scale.dtype), pltpu.SemaphoreType.DMA((slots,))))
     return scratch
 
 
@@ -264,38 +308,27 @@ def block_rows(rows: int, heads: int, num_kv_heads: int, head_dim: int, itemsize
 
 
 def _kernel(
-    limits,
-    successors,
-    targets,
-    counts,
-    tables,
-    knobs,
-    q_ref,
-    *refs,
+    scalars: DecodeScalars,
+    inputs: DecodeInputs,
+    outputs: DecodeOutputs,
+    scratch: DecodeScratch,
+    *,
     pages,
     segments,
     soft_cap,
-    sinks,
-    lse,
-    fused,
     stored,
 ):
-    given: Any = list(refs)
-    sinks_ref: Any = given.pop(0) if sinks else None
-    quantized = stored.format.is_quantized
-    streams = 2 if quantized else 1  # keys and values, and their scales
-    new_refs = [given.pop(0)] if fused else []
-    hbm = [given.pop(0) for _ in range(streams)]
-    out_ref = given.pop(0)
-    lse_ref: Any = given.pop(0) if lse else None
+    limits, successors, targets, counts, tables, knobs = scalars
+    q_ref, sinks_ref, new_ref, hbm = inputs
+    out_ref, lse_ref, written_pool = outputs
+    buffers, state, softmax, write, encoded = scratch
+    quantized, fused = stored.format.is_quantized, new_ref is not None
+    new_refs = [new_ref]
     if fused:
-        hbm = [given.pop(0) for _ in range(streams)]  # the output is the input's memory
-    buffers = [(given.pop(0), given.pop(0)) for _ in range(streams)]
-    state, max_ref, sum_ref, out_sum_ref, *write = given
-    if fused and quantized:  # as they are stored, all at once, for each would wait for its own maximum
-        *write, numbers_ref, scales_ref = write
-        _encode(new_refs[0], numbers_ref, scales_ref, stored)
-        new_refs = [numbers_ref, scales_ref]
+        hbm = written_pool  # it is the input's memory
+    if encoded is not None:  # as they are stored, all at once, for each would wait for its own maximum
+        _encode(new_ref, *encoded, stored)
+        new_refs = encoded
 
     block, blocks = pl.program_id(0), pl.num_programs(0)
     block_rows = q_ref.shape[0]
@@ -368,8 +401,7 @@ def _kernel(
                 @pl.when(writes)
                 def _():
                     begin = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
-                    for i in range(streams):
-                        staged, semaphore = write[2 * i : 2 * i + 2]
+                    for i, (staged, semaphore) in enumerate(write):
                         tile, new = staged.at[written], new_refs[i][row - block * block_rows]
                         _insert(new, here[i], limit - 1 - begin, pages, tile)
                         _write_back(tile, semaphore, hbm[i], targets[row], limit - 1, pages).start()
@@ -382,8 +414,7 @@ def _kernel(
 
     def await_writes(count):
         if fused:
-            for i in range(streams):
-                staged, semaphore = write[2 * i : 2 * i + 2]
+            for staged, semaphore in write:
                 these = staged.at[pl.ds(0, count)]
                 pl.when(count > 0)(pltpu.make_async_copy(these, these, semaphore).wait)
 
@@ -402,7 +433,7 @@ def _kernel(
             state[i] = x
 
     out_ref[...] = jnp.zeros_like(out_ref)
-    if lse:
+    if lse_ref is not None:
         lse_ref[...] = jnp.full_like(lse_ref, -jnp.inf)
 
     def step(_, at):
@@ -430,7 +461,7 @@ def _kernel(
             stored,
             sinks_ref,
             (out_ref, lse_ref),
-            Softmax(max_ref, sum_ref, out_sum_ref),
+            softmax,
         )
         return *following, written
 

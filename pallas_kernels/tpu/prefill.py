@@ -53,6 +53,48 @@ class Tiles(NamedTuple):
     limit: jax.Array  # i32[W]: one past the position of the last; where nobody's are, 0
 
 
+class PrefillScalars(NamedTuple):
+    """The work of all tiles: arrays, and references to them in scalar memory."""
+
+    rows: Any  # the fields of `Tiles`
+    tokens: Any
+    starts: Any
+    limits: Any
+    tables: Any  # i32[S * M]
+    knobs: Any  # f32[2]: of the logits, in base 2
+    bounds: Any  # with a token mask, of each tile the keys that any query sees, from and until, and those that all do
+
+
+class PrefillInputs(NamedTuple):
+    """What comes from HBM, where queries and the pool stay; None: it is not there."""
+
+    q: Any
+    pool: Any  # one or two: the numbers, and their scales
+    token_mask: Any  # of a tile, for each query
+    sinks: Any
+
+
+class PrefillOutputs(NamedTuple):
+    """What goes: all output in HBM, and a tile's statistics."""
+
+    out: Any
+    lse: Any
+
+
+class PrefillScratch(NamedTuple):
+    """What the kernel keeps in vector memory, and its semaphores. Pairs are memory and the semaphore of its copies."""
+
+    buffers: Any  # a pair for each array of the pool: pages of two steps
+    next_slot: Any  # i32[1] in scalar memory
+    q_buffers: Any  # [2, tokens, H, D']: queries of this tile and the next
+    out_buffers: Any  # as many
+    moved: Any  # [2, 2]: the semaphores of both
+    words: Any  # `Words.by_token`
+    by_head: Any  # `Words.by_head`
+    softmax: Any  # `Softmax`
+    lines: Any  # of four bits the scales of a step's pages, as numbers
+
+
 def make_tiles(begin, lengths, new, skip, *, places: int, tile_tokens: int) -> Tiles:
     """Cut the tokens of every row, `new` from place `begin` on, and what lies between, into tiles.
 
@@ -139,73 +181,69 @@ def prefill(
     knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (options.scale, 1.0 if soft_cap is None else soft_cap)])
     factor, cap = (LOG2_E * knobs[0], knobs[1]) if soft_cap is None else (knobs[0] / knobs[1], LOG2_E * knobs[1])
     knobs = jnp.stack([factor, cap])
-    scalars = (*tiles[1:], tables.reshape(-1), knobs)
-    if token_mask is not None:
-        scalars += tuple(token_mask[1:])
+    bounds = None if token_mask is None else tuple(token_mask[1:])
+    scalars = PrefillScalars(*tiles[1:], tables.reshape(-1), knobs, bounds)
 
     # From vector memory a copy would be a loop, a register a turn.
     q, kv, kv_scale = (x if x is None else in_hbm(x, interpret) for x in (q, kv, kv_scale))
-    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    inputs = [(q, hbm), (kv, hbm)] + ([(kv_scale, hbm)] if stored.format.is_quantized else [])
-    outputs = [(output(q.shape, q.dtype, q, kv), hbm)]
-    if token_mask is not None:  # of each tile, for each query
+    hbm, pools = pl.BlockSpec(memory_space=pltpu.HBM), [x for x in (kv, kv_scale) if x is not None]
+    inputs, in_specs = PrefillInputs(q, pools, None, None), PrefillInputs(hbm, [hbm] * len(pools), None, None)
+    outputs, out_specs = PrefillOutputs(output(q.shape, q.dtype, q, kv), None), PrefillOutputs(hbm, None)
+    if token_mask is not None:
         lines = jnp.tile(token_mask.tokens, (1, 1, group))
-        inputs.append((lines, pl.BlockSpec((1, *lines.shape[1:]), lambda tile, *_: (tile, 0, 0))))
+        inputs = inputs._replace(token_mask=lines)
+        in_specs = in_specs._replace(token_mask=pl.BlockSpec((1, *lines.shape[1:]), lambda tile, *_: (tile, 0, 0)))
     if sinks is not None:
         sinks = LOG2_E * jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, 1, group), tile_tokens, axis=2)
-        inputs.append((sinks, pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0))))
+        inputs = inputs._replace(sinks=sinks)
+        in_specs = in_specs._replace(sinks=pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0)))
+    statistics = (num_kv_heads, 1, queries)
     if return_lse:
-        statistics = (num_kv_heads, 1, queries)
-        shape = output((tiles.row.size, *statistics), jnp.float32, q, kv)
-        outputs.append((shape, pl.BlockSpec((1, *statistics), lambda tile, *_: (tile, 0, 0, 0))))
-    arrays, in_specs = zip(*inputs, strict=True)
-    out_shape, out_specs = zip(*outputs, strict=True)
+        outputs = outputs._replace(lse=output((tiles.row.size, *statistics), jnp.float32, q, kv))
+        out_specs = out_specs._replace(lse=pl.BlockSpec((1, *statistics), lambda tile, *_: (tile, 0, 0, 0)))
     products = q.size // head_dim * tables.shape[1] * pages.block_size
-    lines = []
-    if nibbles.has_groups(stored):
-        lines = [pltpu.VMEM((pages.pages_per_step, *kv_scale.shape[1:3], pages.page_size), jnp.float32)]
     tokens, words = pltpu.VMEM((2, tile_tokens, num_heads, head_dim), q.dtype), Words.of(num_heads, q.dtype)
-    results = pl.pallas_call(
+    sums = pltpu.VMEM(statistics, jnp.float32)
+    scratch = PrefillScratch(
+        page_buffers(kv, kv_scale, pages.pages_per_step, pages.page_size),
+        pltpu.SMEM((1,), jnp.int32),
+        tokens,
+        tokens,
+        pltpu.SemaphoreType.DMA((2, 2)),
+        pltpu.VMEM(*words.by_token(tile_tokens, head_dim)),
+        pltpu.VMEM(*words.by_head(num_kv_heads, queries, head_dim)),
+        Softmax(sums, sums, pltpu.VMEM((num_kv_heads, head_dim, queries), jnp.float32)),
+        [],
+    )
+    if nibbles.has_groups(stored):
+        shape = (pages.pages_per_step, *kv_scale.shape[1:3], pages.page_size)
+        scratch = scratch._replace(lines=[pltpu.VMEM(shape, jnp.float32)])
+    (results,) = pl.pallas_call(
         functools.partial(
             _kernel,
             pages=pages,
             part_pages=part_pages,
             tile_tokens=tile_tokens,
             soft_cap=soft_cap is not None,
-            sinks=sinks is not None,
-            lse=return_lse,
             stored=stored.replace(None),
-            token_masks=token_mask is not None,
             halves=not deterministic,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=1,
             grid=(tiles.total,),
-            in_specs=in_specs,
-            out_specs=out_specs,
-            scratch_shapes=[
-                *page_buffers(kv, kv_scale, pages.pages_per_step, pages.page_size),
-                pltpu.SMEM((1,), jnp.int32),
-                tokens,
-                tokens,
-                pltpu.SemaphoreType.DMA((2, 2)),
-                pltpu.VMEM(*words.by_token(tile_tokens, head_dim)),
-                pltpu.VMEM(*words.by_head(num_kv_heads, queries, head_dim)),
-                pltpu.VMEM((num_kv_heads, 1, queries), jnp.float32),
-                pltpu.VMEM((num_kv_heads, 1, queries), jnp.float32),
-                pltpu.VMEM((num_kv_heads, head_dim, queries), jnp.float32),
-                *lines,
-            ],
+            in_specs=(in_specs,),
+            out_specs=(out_specs,),
+            scratch_shapes=(scratch,),
         ),
-        out_shape=out_shape,
+        out_shape=(outputs,),
         cost_estimate=pl.CostEstimate(
             flops=4 * products * head_dim, transcendentals=products, bytes_accessed=2 * q.size * q.dtype.itemsize
         ),
         compiler_params=compiler_params(need),
         interpret=interpret,
         name="paged_prefill",
-    )(*scalars, *arrays)
-    return results[0], results[1].reshape(-1, num_heads, tile_tokens) if return_lse else None
+    )(scalars, inputs)
+    return results.out, results.lse.reshape(-1, num_heads, tile_tokens) if return_lse else None
 
 
 def plan_steps(kv, tables, window_mask: WindowMask, step_tokens: int, deterministic: bool) -> tuple[Pages, int]:
@@ -254,35 +292,25 @@ def prefill_bytes(
 
 
 def _kernel(
-    rows,
-    tokens,
-    starts,
-    limits,
-    tables,
-    knobs,
-    *refs,
+    scalars: PrefillScalars,
+    inputs: PrefillInputs,
+    outputs: PrefillOutputs,
+    scratch: PrefillScratch,
+    *,
     pages,
     part_pages,
     tile_tokens,
     soft_cap,
-    sinks,
-    lse,
     stored,
-    token_masks,
     halves,
 ):
-    given: Any = list(refs)
-    # Of each tile the keys that any query sees, and those that all do.
-    froms, untils, *sure = [given.pop(0) for _ in range(4)] if token_masks else (starts, limits)
-    q_hbm = given.pop(0)
-    streams = 2 if stored.format.is_quantized else 1  # keys and values, and their scales
-    hbm = [given.pop(0) for _ in range(streams)]
-    mask_ref: Any = given.pop(0) if token_masks else None
-    sinks_ref: Any = given.pop(0) if sinks else None
-    out_hbm = given.pop(0)
-    lse_ref: Any = given.pop(0) if lse else None
-    buffers = [(given.pop(0), given.pop(0)) for _ in range(streams)]
-    next_slot, q_buffers, out_buffers, moved, words_ref, by_head, max_ref, sum_ref, out_sum_ref, *lines = given
+    rows, tokens, starts, limits, tables, knobs, bounds = scalars
+    q_hbm, hbm, mask_ref, sinks_ref = inputs
+    out_hbm, lse_ref = outputs
+    buffers, next_slot, q_buffers, out_buffers, moved, words_ref, by_head, softmax, lines = scratch
+    max_ref, sum_ref, out_sum_ref = softmax
+    token_masks, lse = mask_ref is not None, lse_ref is not None
+    froms, untils, *sure = bounds if token_masks else (starts, limits)
     words = Words.of(q_buffers.shape[2], q_buffers.dtype)
     group = q_buffers.shape[2] // by_head.shape[0]
 
@@ -312,8 +340,8 @@ def _kernel(
             getattr(pltpu.make_async_copy(source, target, moved.at[1, tile & 1]), do)()
 
     def forget():
-        max_ref[...] = sinks_ref[...] if sinks else jnp.full_like(max_ref, MASKED)
-        sum_ref[...] = jnp.ones_like(sum_ref) if sinks else jnp.zeros_like(sum_ref)
+        max_ref[...] = sinks_ref[...] if sinks_ref is not None else jnp.full_like(max_ref, MASKED)
+        sum_ref[...] = jnp.ones_like(sum_ref) if sinks_ref is not None else jnp.zeros_like(sum_ref)
 
     def turn_queries(tile):
         together = 16 if isinstance(tile, int) else LANES  # the first tile's, once: less code
@@ -369,7 +397,7 @@ def _kernel(
                 knobs,
                 parts,
                 mask_ref,
-                Softmax(max_ref, sum_ref, out_sum_ref),
+                softmax,
                 sure=sure * pages.page_size,
             )
 
