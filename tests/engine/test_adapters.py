@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from checksum_model import LONGEST, VOCAB, Checksum, is_seen, weight
+from checksum_model import LONGEST, VOCAB, Checksum, Several, is_seen, weight
+from hybrid_model import Hybrid
 from nightly import NIGHTLY
 
 import jaxkv
@@ -15,23 +16,29 @@ ROOM = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 3, "num_blocks": 60
 PROMPT = list(range(3, 17))
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Adapted(Checksum):
-    """Its keys depend on the adapter, so that those of another give another token."""
+def adapted(kind):
+    @jax.tree_util.register_static
+    @dataclasses.dataclass(frozen=True)
+    class Adapted(kind):
+        """Its keys depend on the adapter, so that those of another give another token."""
 
-    def __call__(self, tokens, *, cache, logits_at, adapters):
-        assert adapters.shape == (cache.config.max_seqs,) and adapters.dtype == jnp.int32
-        row = jaxkv.plan_step(cache, tokens.shape).token.row
-        return super().__call__(tokens + 7 * adapters[row], cache=cache, logits_at=logits_at)
+        def __call__(self, tokens, *, cache, logits_at, adapters):
+            assert adapters.shape == (cache.config.max_seqs,) and adapters.dtype == jnp.int32
+            row = jaxkv.plan_step(cache, tokens.shape).token.row
+            return super().__call__(tokens + 7 * adapters[row], cache=cache, logits_at=logits_at)
+
+    return Adapted
 
 
-def continuation(prompt, count, adapter):
+Adapted = adapted(Checksum)
+
+
+def continuation(prompt, count, adapter, windows=WINDOWS):
     tokens = list(prompt)
     for end in range(len(prompt), len(prompt) + count):
         total = sum(
             (tokens[p] + 7 * adapter + 1) * int(weight(layer, p))
-            for layer, window in enumerate(WINDOWS)
+            for layer, window in enumerate(windows)
             for p in range(end)
             if is_seen(p, end, window)
         )
@@ -68,6 +75,17 @@ def test_requests_of_one_adapter_share_blocks():
         assert request.tokens == continuation(PROMPT, 5, adapter)
     assert engine.stats()["hits"] == 3
     assert [bool(engine.prefix.known(PROMPT, adapter=x)) for x in (None, "1", "2")] == [True, True, False]
+
+
+@pytest.mark.parametrize("model", [adapted(Several)(WINDOWS), adapted(Hybrid)()], ids=["windows", "states"])
+def test_a_draft_has_the_adapter_of_its_row(model):
+    """The draft is the model itself, so that all it drafts is accepted, also where a row's last request had others."""
+    engine = jaxkv.Engine(model, **ROOM | {"max_seqs": 1, "step_tokens": 24}, draft=model)
+    for adapter in (1, 2, 0, 2):
+        request = engine.submit(PROMPT, 12, adapter=adapter)
+        list(engine.run())
+        assert request.tokens == continuation(PROMPT, 12, adapter, model.windows)
+    assert engine.stats()["acceptance"] == 1
 
 
 def test_an_adapter_goes_with_a_saved_engine(tmp_path):

@@ -25,8 +25,8 @@ from jaxkv._engine.requests.drafters import Drafter, DraftTokens, NGramDrafter
 from jaxkv._engine.requests.sampling import FIELDS, KINDS, Kind, Sampling, choose
 from jaxkv._engine.requests.scheduler import Sequence
 
-# What programs are told of each row: how many tokens stay, how many are new, and its `Choice`.
-HELD, FED, COLUMN = 0, 1, slice(2, 2 + FIELDS)
+# What programs are told of each row: how many tokens stay, how many are new, its adapter and its `Choice`.
+HELD, FED, ADAPTER, COLUMN = 0, 1, 2, slice(3, 3 + FIELDS)
 
 
 class Held:
@@ -35,21 +35,22 @@ class Held:
     def __init__(self, can_roll_back: bool = True) -> None:
         self._can_roll_back = can_roll_back
         self.tokens: list[int] = []  # the sequence's own list, which only grows
+        self.adapter = 0  # with which they were computed
         self.count = 0  # how many of these are held
         self.guesses: list[int] = []
 
     def __len__(self) -> int:
         return self.count + len(self.guesses)
 
-    def follow(self, tokens: list[int]) -> None:
-        """Truncates to the common prefix with a sequence's tokens. The last token is always fed again: the drafts
-        follow from its logits. Tokens that were compared before are not compared again."""
+    def follow(self, tokens: list[int], adapter: int = 0) -> None:
+        """Truncates to the common prefix with a sequence's tokens, if its adapter is the same. The last token is always
+        fed again: the drafts follow from its logits. Tokens that were compared before are not compared again."""
         most = len(tokens) - 1
         held = len(self)
         if tokens is not self.tokens:  # another sequence has come into this row
-            common = _common(self.tokens[: self.count], tokens)
-            self.guesses = self.guesses if common == self.count else []
-            self.tokens, self.count = tokens, common
+            common = _common(self.tokens[: self.count], tokens) if adapter == self.adapter else 0
+            self.guesses = self.guesses if common == self.count and adapter == self.adapter else []
+            self.tokens, self.count, self.adapter = tokens, common, adapter
         ahead = tokens[self.count : self.count + len(self.guesses)]
         count = min(most, self.count + _common(self.guesses, ahead))
         self.count, self.guesses = count if self._can_roll_back or count == held else 0, []
@@ -90,7 +91,7 @@ class ModelDrafter:
             for sequence in sequences:
                 row = sequence.row
                 assert row is not None
-                self._held[row].follow(sequence.tokens)
+                self._held[row].follow(sequence.tokens, sequence.adapter)
             while self._feed(sequences):
                 pass
             rows = self._rows()
@@ -154,6 +155,7 @@ class ModelDrafter:
     def _rows(self) -> np.ndarray:
         rows = np.zeros((COLUMN.stop, self.config.max_seqs), np.int32)
         rows[HELD] = [len(held) for held in self._held]
+        rows[ADAPTER] = [held.adapter for held in self._held]
         return rows
 
     def _call(self, rows: np.ndarray, tokens: np.ndarray, kind: Kind, count: int) -> jax.Array:
@@ -186,14 +188,14 @@ def draft_program(structure: Any, model: Any, place: NamedSharding | None = None
 
     def program(cache: Cache, leaves, rows, tokens, *, kind: Kind, count: int):
         draft, sampling = jax.tree.unflatten(model, leaves), Sampling.unpack(rows[COLUMN])
-        fed = rows[FED]
+        fed, adapters = rows[FED], rows[ADAPTER]
 
         def guess(logits: jax.Array, cache: Cache) -> jax.Array:  # where there is no choice, any token does
             return jnp.maximum(choose(kind, logits.astype(jnp.float32), sampling, cache.lengths), 0)
 
         cache = extend(truncate(cache, rows[HELD]), fed)
         places = jnp.maximum((jnp.cumsum(fed) if tokens.ndim == 1 else fed) - 1, 0)
-        logits, cache = logits_at(draft, tokens, cache, places)
+        logits, cache = logits_at(draft, tokens, cache, places, adapters=adapters)
         if not count:
             return share(jnp.zeros((0, fed.shape[0]), jnp.int32), place), cache
         first = guess(logits, cache)
@@ -201,7 +203,7 @@ def draft_program(structure: Any, model: Any, place: NamedSharding | None = None
         def go_on(carry, _):
             cache, last = carry
             cache = extend(cache, (fed > 0).astype(jnp.int32))
-            logits, cache = logits_at(draft, last[:, None], cache, jnp.zeros_like(last))
+            logits, cache = logits_at(draft, last[:, None], cache, jnp.zeros_like(last), adapters=adapters)
             chosen = guess(logits, cache)
             return (cache, chosen), chosen
 
