@@ -35,6 +35,39 @@ class Chunks(NamedTuple):
     total: jax.Array  # i32[1]: how many there are
 
 
+class ChunkScalars(NamedTuple):
+    """What to do with each chunk: arrays, and references to them in scalar memory."""
+
+    sources: Any  # i32[n]: the slots that `Chunks` says, and those that follow
+    targets: Any  # i32[n]
+    snapshots: Any  # i32[n]
+    total: Any  # i32[1]: how many chunks there are
+
+
+class ChunkInputs(NamedTuple):
+    """What comes for a few heads of a chunk, and the pool, which stays in HBM."""
+
+    q: Any  # [n, H', CHUNK, K]
+    k: Any  # as q
+    v: Any  # [n, H, CHUNK, V]
+    numbers: Any  # f32[n, groups of heads, CHUNK, heads of a group times numbers]: a head's stand together
+    pool: Any  # [slots, H, ., .]
+
+
+class ChunkOutputs(NamedTuple):
+    """What goes for a few heads of a chunk, and the pool, in the memory that it came in."""
+
+    y: Any  # [n, H, CHUNK, V]
+    pool: Any  # [slots, H, ., .]
+
+
+class ChunkScratch(NamedTuple):
+    """What the kernel keeps in vector memory, and the semaphore of the copies to it and from it."""
+
+    states: Any  # of a few heads, from chunk to chunk of a row
+    moved: Any  # the semaphore
+
+
 def list_chunks(batch: StateBatch, num_tokens: int, num_slots: int) -> Chunks:
     """Returns rows cut at multiples of `CHUNK` of their positions, so that snapshots are at the ends of chunks."""
     assert batch.query_starts is not None
@@ -122,14 +155,14 @@ def prefill_states(
     columns = jnp.moveaxis(numbers.reshape(count, -1, groups, size, CHUNK), 1, 3)  # [n, groups, size, m, CHUNK]
     columns = jnp.swapaxes(columns.reshape(count, groups, -1, CHUNK), 2, 3)
 
-    def place(chunk: jax.Array, scalars: tuple) -> jax.Array:
-        return jnp.maximum(jnp.minimum(chunk, scalars[-1][0] - 1), 0)
+    def place(chunk: jax.Array, scalars: ChunkScalars) -> jax.Array:
+        return jnp.maximum(jnp.minimum(chunk, scalars.total[0] - 1), 0)
 
     def per_chunk(few: int, lanes: int, steps: int = 1) -> pl.BlockSpec:
         """Returns the blocks of a few heads, which so many grid steps read."""
         return pl.BlockSpec(
             (1, few, CHUNK, lanes),
-            lambda group, chunk, *scalars: (place(chunk, scalars), lax.div(group, jnp.int32(steps)), 0, 0),
+            lambda group, chunk, scalars: (place(chunk, scalars), lax.div(group, jnp.int32(steps)), 0, 0),
         )
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -138,7 +171,10 @@ def prefill_states(
     y = output((count, heads, CHUNK, width), dtype, states, *arrays)
     of_keys, of_values = per_chunk(own, depth, max(1, share // size)), per_chunk(size, width)
     of_numbers = per_chunk(1, columns.shape[-1])
-    scalars = (chunks.source, chunks.target, chunks.snapshot, chunks.total)
+    scalars = ChunkScalars(chunks.source, chunks.target, chunks.snapshot, chunks.total)
+    inputs = ChunkInputs(*arrays, states)
+    outputs = ChunkOutputs(y, output(states.shape, states.dtype, states, *arrays))
+    scratch = ChunkScratch(pltpu.VMEM((size, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA(()))
     need = (
         SPILL_BYTES
         + vector_bytes((size, *states.shape[2:]), states.dtype)
@@ -151,14 +187,14 @@ def prefill_states(
     kernel = pl.pallas_call(
         functools.partial(_kernel, has_delta=has_delta),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=1,
             grid=(groups, count),
-            in_specs=[of_keys, of_keys, of_values, of_numbers, hbm],
-            out_specs=[of_values, hbm],
-            scratch_shapes=[pltpu.VMEM((size, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA(())],
+            in_specs=(ChunkInputs(of_keys, of_keys, of_values, of_numbers, hbm),),
+            out_specs=(ChunkOutputs(of_values, hbm),),
+            scratch_shapes=(scratch,),
         ),
-        out_shape=[y, output(states.shape, states.dtype, states, *arrays)],
-        input_output_aliases={len(scalars) + len(arrays): 1},
+        out_shape=(outputs,),
+        input_output_aliases={len(scalars) + len(arrays): 1},  # the pools
         cost_estimate=pl.CostEstimate(
             flops=8 * count * heads * CHUNK * depth * width,
             transcendentals=count * heads * CHUNK * CHUNK,
@@ -175,21 +211,24 @@ def prefill_states(
     )
 
     @jax.custom_batching.sequential_vmap
-    def run(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return tuple(kernel(*operands[:-1], in_hbm(operands[-1], interpret)))
+    def run(scalars: ChunkScalars, inputs: ChunkInputs) -> ChunkOutputs:
+        (outputs,) = kernel(scalars, inputs._replace(pool=in_hbm(inputs.pool, interpret)))
+        return outputs
 
-    return run(*scalars, *arrays, states)
+    return run(scalars, inputs)
 
 
 def _kernel(
-    sources, targets, snapshots, total, q_ref, k_ref, v_ref, numbers_ref, _, y_ref, pool, state, semaphore, *, has_delta
+    scalars: ChunkScalars, inputs: ChunkInputs, outputs: ChunkOutputs, scratch: ChunkScratch, *, has_delta: bool
 ):
+    sources, targets, snapshots, total = scalars
+    states, moved = scratch
     group, chunk = pl.program_id(0), pl.program_id(1)
-    size = state.shape[0]
+    size = states.shape[0]
 
     def move(slot, comes):
-        there = pool.at[slot, pl.ds(group * size, size)]
-        copy = pltpu.make_async_copy(*((there, state) if comes else (state, there)), semaphore)
+        there = outputs.pool.at[slot, pl.ds(group * size, size)]
+        copy = pltpu.make_async_copy(*((there, states) if comes else (states, there)), moved)
         copy.start()
         copy.wait()
 
@@ -200,16 +239,17 @@ def _kernel(
 
         @pl.when(source == -1)
         def _():
-            state[...] = jnp.zeros_like(state)
+            states[...] = jnp.zeros_like(states)
 
-        _run_chunk(q_ref, k_ref, v_ref, numbers_ref, y_ref, state, has_delta)
+        _run_chunk(inputs, outputs.y, states, has_delta)
         pl.when(target >= 0)(lambda: move(target, False))
         pl.when(snapshot >= 0)(lambda: move(snapshot, False))
 
 
-def _run_chunk(q_ref, k_ref, v_ref, numbers_ref, y_ref, states, has_delta):
+def _run_chunk(inputs: ChunkInputs, y_ref, states, has_delta):
     """Computes a few heads' outputs and states; the sums are those of `xla.recurrence.run_chunk`. All heads take each
     step together, for each waits long for the one before."""
+    q_ref, k_ref, v_ref, numbers_ref, _ = inputs
     size, own = states.shape[0], k_ref.shape[1]
     heads, numbers = range(size), numbers_ref[0, 0]
     each = numbers.shape[1] // size
