@@ -69,6 +69,31 @@ class StateTokens(NamedTuple):
     masks: tuple[jax.Array, ...] = ()  # `[.., .., LANES]`, the same for all rows
 
 
+class StateInputs(NamedTuple):
+    """What comes for a block of rows, and the pool, which stays in HBM."""
+
+    masks: Any  # of `StateTokens`, as the arrays
+    arrays: Any
+    pool: Any  # [slots, H, ., .]
+
+
+class StateOutputs(NamedTuple):
+    """What goes for a block of rows, and the pool, in the memory that it came in."""
+
+    y: Any  # [S, groups, ., .]
+    pool: Any  # [slots, H, ., .]
+
+
+class StateScratch(NamedTuple):
+    """What the kernel keeps in vector memory, and the semaphores of its copies."""
+
+    coming: Any  # [depth, heads of a group, ., .]: items' states before
+    leaving: Any  # as many: after
+    arriving: Any  # [depth]
+    sending: Any  # [depth + 1]: the last is the snapshots'
+    marks: Any  # i32[4 + depth] in scalar memory: what one block of rows leaves to the next
+
+
 # From an item's part of the tokens' arrays, references to its states before and after, and masks, its output.
 Update = Callable[..., jax.Array]
 
@@ -101,27 +126,30 @@ def decode_states(
         return pl.BlockSpec((block, *x.shape[1:]), lambda block, *_: (block, 0, 0, 0))
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    arrays = [*tokens.masks, *tokens.arrays]
-    of_masks = [pl.BlockSpec(x.shape, lambda block, *_: (0, 0, 0)) for x in tokens.masks]
+    inputs = StateInputs(tokens.masks, tokens.arrays, states)
+    of_masks = tuple(pl.BlockSpec(x.shape, lambda block, *_: (0, 0, 0)) for x in tokens.masks)
+    arrays = (*tokens.masks, *tokens.arrays)
     y = output((rows, groups, *out), dtype, states, *arrays)
-    item = (size, *states.shape[2:])
+    outputs = StateOutputs(y, output(states.shape, states.dtype, states, *arrays))
+    item = pltpu.VMEM((depth, size, *states.shape[2:]), states.dtype)
+    scratch = StateScratch(
+        item,
+        item,
+        pltpu.SemaphoreType.DMA((depth,)),
+        pltpu.SemaphoreType.DMA((depth + 1,)),
+        pltpu.SMEM((4 + depth,), jnp.int32),
+    )
     kernel = pl.pallas_call(
-        functools.partial(_kernel, update=update, masks=len(of_masks)),
+        functools.partial(_kernel, update=update),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(items),
+            num_scalar_prefetch=1,
             grid=(blocks,),
-            in_specs=[*of_masks, *map(per_block, arrays[len(of_masks) :]), hbm],
-            out_specs=[per_block(y), hbm],
-            scratch_shapes=[
-                pltpu.VMEM((depth, *item), states.dtype),
-                pltpu.VMEM((depth, *item), states.dtype),
-                pltpu.SemaphoreType.DMA((depth,)),
-                pltpu.SemaphoreType.DMA((depth + 1,)),
-                pltpu.SMEM((4 + depth,), jnp.int32),
-            ],
+            in_specs=(StateInputs(of_masks, tuple(map(per_block, tokens.arrays)), hbm),),
+            out_specs=(StateOutputs(per_block(y), hbm),),
+            scratch_shapes=(scratch,),
         ),
-        out_shape=[y, output(states.shape, states.dtype, states, *arrays)],
-        input_output_aliases={len(items) + len(arrays): 1},
+        out_shape=(outputs,),
+        input_output_aliases={len(items) + len(arrays): 1},  # the pools
         cost_estimate=pl.CostEstimate(
             flops=8 * rows * math.prod(states.shape[1:]),
             transcendentals=tokens.arrays[-1].size,
@@ -133,10 +161,11 @@ def decode_states(
     )
 
     @jax.custom_batching.sequential_vmap  # a kernel that copies by itself has no pool of a batch's pools
-    def run(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return tuple(kernel(*operands[:-1], in_hbm(operands[-1], interpret)))
+    def run(items: StateItems, inputs: StateInputs) -> StateOutputs:
+        (outputs,) = kernel(items, inputs._replace(pool=in_hbm(inputs.pool, interpret)))
+        return outputs
 
-    return run(*items, *arrays, states)
+    return run(items, inputs)
 
 
 def rows_of_block(tokens: StateTokens, out: tuple[int, int]) -> int:
@@ -163,9 +192,11 @@ def state_decode_bytes(tokens: StateTokens, states: Any, out: tuple[int, int], d
     return SPILL_BYTES + 2 * depth * item + 2 * of_tokens
 
 
-def _kernel(rows, sources, targets, snapshots, firsts, counts, *refs, update, masks):
-    mask_refs, refs = refs[:masks], refs[masks:]
-    *token_refs, _, y_ref, pool, coming, leaving, arriving, sending, marks = refs
+def _kernel(items: StateItems, inputs: StateInputs, outputs: StateOutputs, scratch: StateScratch, *, update: Update):
+    rows, sources, targets, snapshots, firsts, counts = items
+    mask_refs, token_refs, _ = inputs
+    y_ref, pool = outputs
+    coming, leaving, arriving, sending, marks = scratch
     block, blocks = pl.program_id(0), pl.num_programs(0)
     count, (block_rows, groups), (depth, size) = counts[0], y_ref.shape[:2], coming.shape[:2]
 
@@ -217,8 +248,8 @@ def _kernel(rows, sources, targets, snapshots, firsts, counts, *refs, update, ma
 
         await_leaving(was_sent[0], slot)
         row = rows[item] - block * block_rows
-        inputs = [x[row, group].astype(jnp.float32) for x in token_refs]
-        y_ref[row, group] = update(inputs, here, of_item, *mask_refs).astype(y_ref.dtype)
+        given = [x[row, group].astype(jnp.float32) for x in token_refs]
+        y_ref[row, group] = update(given, here, of_item, *mask_refs).astype(y_ref.dtype)
         target, snapshot = targets[item], snapshots[item]
         pl.when(target >= 0)(lambda: pltpu.make_async_copy(of_item, place(target, group), sending.at[slot]).start())
 
