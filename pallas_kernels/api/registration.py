@@ -3,9 +3,9 @@
 from types import ModuleType
 from typing import Any
 
+from pallas_kernels.api.attention_dispatch import forget_choices
 from pallas_kernels.api.backend import Backend
 from pallas_kernels.api.backends import BUILT_IN, IMPLEMENTATIONS, REGISTERED, read_platform
-from pallas_kernels.api.dispatch import forget_choices
 
 WANTED = tuple(Backend.__annotations__)
 

@@ -14,7 +14,7 @@ import jaxkv
 import pallas_kernels
 from pallas_kernels import reference, reference_mixers, testing
 from pallas_kernels.api import backends
-from pallas_kernels.api.dispatch import forget_choices
+from pallas_kernels.api.attention_dispatch import forget_choices
 from pallas_kernels.gpu import interpreter
 
 
