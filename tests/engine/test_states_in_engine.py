@@ -69,6 +69,24 @@ def test_each_request_gets_the_tokens_of_a_lone_row(name):
 
 
 @functools.cache
+@pytest.mark.parametrize("prefix_cache", [False, True] if NIGHTLY else [False])
+def test_a_row_that_is_computed_again_has_no_guesses_of_before(prefix_cache):
+    """It lacks many tokens when it comes back; a step of guesses keeps no more of a row than one and its guesses."""
+    draw = random.Random(0)
+    engine = jaxkv.Engine(
+        Hybrid(), draft=Hybrid(wrong=9), draft_tokens=4, swap="never", prefix_cache=prefix_cache,
+        max_seqs=4, max_seq_len=LONGEST, block_size=4, num_blocks=14, step_tokens=24,
+    )  # fmt: skip
+    requests = []
+    for _ in range(14):
+        prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(3, 16))]
+        most = LONGEST - len(prompt) - 1
+        requests.append((engine.submit(prompt, most, keep_prefix=False), prompt, most))
+        engine.step()
+    drain(engine, requests)
+    assert engine.set_back > 20 and engine.stats()["acceptance"] > 0.5
+
+
 def place(*devices, axis):
     mesh = Mesh(np.array([jax.devices()[n] for n in devices]), (axis,))
     return Placed(jax.device_put(jnp.zeros(()), NamedSharding(mesh, PartitionSpec())), Hybrid())

@@ -125,7 +125,7 @@ def draw_request(draw: random.Random) -> tuple[tuple[int, ...], dict[str, Any], 
     """A prompt, what its tokens follow from, and what they must not follow from."""
     begin = draw.choice(KNOWN)[: draw.randint(1, 28)]
     prompt = begin + [draw.randrange(VOCAB) for _ in range(draw.choice([0, 0, 1, 2, 5]))]
-    fields: dict[str, Any] = {"max_new_tokens": draw.randint(1, 14)}
+    fields: dict[str, Any] = {"max_new_tokens": draw.randint(1, LONGEST - len(prompt) if draw.random() < 0.2 else 14)}
     if draw.random() < 0.3:
         fields |= {"temperature": draw.choice([0.7, 1.5]), "seed": draw.randrange(4), "top_k": draw.choice([0, 20])}
     if draw.random() < 0.3:

@@ -33,7 +33,7 @@ class Sequence:
     unread: int = 0  # tokens after these, chosen on the device
     row: int | None = None
     cached: int = 0  # leading tokens whose keys and values are in the cache
-    guesses: list[int] = dataclasses.field(default_factory=list)  # draft tokens, to be verified
+    guesses: list[int] = dataclasses.field(default_factory=list)  # draft tokens, to be verified behind one given
     parents: list[int] = dataclasses.field(default_factory=list)  # the draft token that each follows; -1: the sequence
     host: Any = None  # its blocks while it has no row: `HostBlocks`, or a function that fetches them
     num_hosted: int | None = None  # how many tokens `host` has; None: all but the last
@@ -316,6 +316,7 @@ class Scheduler:
             self.rows.set_back(last)
             self._spare, self._may_admit = None, False
             self.running.remove(last)
+            last.guesses, last.parents = [], []  # they follow one token; when it returns, many may be missing
             self.waiting.add(last)
             self.times_set_back += 1
             if last is sequence:
