@@ -28,6 +28,7 @@ import pathlib
 import shutil
 import sys
 import types
+from collections.abc import Mapping
 from typing import NamedTuple
 
 NAMES = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg", ast.FunctionDef: "name"}
@@ -90,6 +91,11 @@ class Sources:
                 changed[module] = ast.parse(self.files[module].read_text())
             put(changed[module], plant)
         return changed
+
+    def check_plants(self, mistakes: Mapping[str, tuple]) -> None:
+        """Asserts that the plants of each mistake fit, whatever else stands beside them."""
+        for name, mistake in mistakes.items():
+            assert self.broken(*(part for part in mistake if isinstance(part, Plant))), name
 
     def planted(self, *plants: Plant) -> dict[str, str]:
         """Returns the new source of each module that `plants` change."""

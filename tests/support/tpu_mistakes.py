@@ -5,6 +5,7 @@ import itertools
 import pathlib
 
 import jax
+import pytest
 from planting import Sources
 
 from pallas_kernels import testing, tpu
@@ -23,6 +24,21 @@ def broken(tmp_path, monkeypatch, *plants):
     importlib.import_module(f"{name}.decode").SEGMENTS = 3
     importlib.import_module(f"{name}.write").SLOTS = 2
     return tpu
+
+
+def check_noticed(control, tmp_path, monkeypatch):
+    """What runs a case in a mode fails with the mistake of a control `(run, case, mode, *plants)`."""
+    run, case, mode, *plants = control
+    tpu = broken(tmp_path, monkeypatch, *plants)
+    with pytest.raises(NOTICED):
+        run(tpu, case, mode)
+
+
+def check_unbroken(controls, tmp_path, monkeypatch):
+    """The controls' own cases pass on an unchanged copy."""
+    tpu = broken(tmp_path, monkeypatch)
+    for run, case, mode in {control[:3] for control in controls.values()}:
+        run(tpu, case, mode)
 
 
 def check_precision(tpu, case, mode):

@@ -5,9 +5,8 @@ And known mistakes caught: those that only the compiler's output shows are in te
 
 import dataclasses
 
-import jax
 import pytest
-from gpu_mistakes import SOURCES, UNSYNCHRONISED, outcome_with, unless_on_a_gpu
+from gpu_mistakes import SOURCES, UNSYNCHRONISED, outcome_with, skip_unseen_race, unless_on_a_gpu
 from nightly import NIGHTLY, skip_by_day
 from planting import Plant
 from trials import PREFILL
@@ -323,12 +322,10 @@ MISTAKES = {
 @skip_by_day("those of decode, in test_gpu_decode.py")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake(name, monkeypatch):
-    if "released" in name and jax.__version_info__ < (0, 12):
-        pytest.skip("JAX 0.11's interpreter does not see this race")
+    skip_unseen_race(name)
     trial, expected, *plants = MISTAKES[name]
     assert outcome_with(monkeypatch, trial, *plants) in expected
 
 
 def test_every_mistake_can_be_made():
-    for name, (_, _, *plants) in MISTAKES.items():
-        assert SOURCES.broken(*plants), name
+    SOURCES.check_plants(MISTAKES)

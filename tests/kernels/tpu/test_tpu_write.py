@@ -11,7 +11,7 @@ import pytest
 from interpreter import PLAIN, RACES
 from nightly import NIGHTLY, skip_by_day
 from planting import Plant
-from tpu_mistakes import NOTICED, SOURCES, broken
+from tpu_mistakes import SOURCES, check_noticed, check_unbroken
 
 import pallas_kernels
 from pallas_kernels import reference, testing, tpu
@@ -226,22 +226,14 @@ CONTROLS_BY_DAY = ("write: begins too early",)
 
 @pytest.mark.parametrize("control", CONTROLS if NIGHTLY else CONTROLS_BY_DAY)
 def test_control(control, tmp_path, monkeypatch):
-    run, case, mode, *plants = CONTROLS[control]
-    tpu = broken(tmp_path, monkeypatch, *plants)
-    with pytest.raises(NOTICED):
-        run(tpu, case, mode)
+    check_noticed(CONTROLS[control], tmp_path, monkeypatch)
 
 
 def test_every_mistake_can_be_made():
-    for name, (_, _, _, *plants) in CONTROLS.items():
-        assert SOURCES.broken(*plants), name
+    SOURCES.check_plants(CONTROLS)
 
 
 @skip_by_day("test_write passes on cases like these")
 @pytest.mark.timeout(900, method="thread")
 def test_unbroken(tmp_path, monkeypatch):
-    """The controls' own cases pass on an unchanged copy."""
-    tpu = broken(tmp_path, monkeypatch)
-    runs = {(run, case, mode) for run, case, mode, *_ in CONTROLS.values()}
-    for run, case, mode in runs:
-        run(tpu, case, mode)
+    check_unbroken(CONTROLS, tmp_path, monkeypatch)
