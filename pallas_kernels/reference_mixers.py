@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.channel_groups import join_groups, split_groups
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.state_batch import StateBatch
 
@@ -53,11 +54,9 @@ def run_tokens(
 
 def causal_conv(x, weight, bias, activation, states, batch):
     """Computes [`pallas_kernels.causal_conv`][]: a row's state is its last `width - 1` inputs."""
-    if states.ndim == 4:  # channels in groups, which stand on both sides of the inputs
-        channels, inner = x.shape[-1], states.shape[1:]
-        y, states = causal_conv(x, weight, bias, activation, join_groups(states, channels), batch)
-        grouped = states.reshape(-1, inner[0], inner[2], inner[1])
-        return y, jnp.swapaxes(grouped, 2, 3)
+    if states.ndim == 4:
+        y, joined = causal_conv(x, weight, bias, activation, join_groups(states), batch)
+        return y, split_groups(joined, states.shape[1:])
 
     def update(state, token):
         window = jnp.concatenate([state, token[:, None]], axis=1)  # [channels, width]
@@ -67,11 +66,6 @@ def causal_conv(x, weight, bias, activation, states, batch):
     tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     y, states = run_tokens(update, tokens, states, batch, x.shape[:-1])
     return y.astype(x.dtype), states
-
-
-def join_groups(states, channels):
-    """Returns the last inputs `[slots, groups, taps, n]` of channels in groups as `[slots, channels, taps]`."""
-    return jnp.swapaxes(states, 2, 3).reshape(states.shape[0], channels, states.shape[2])
 
 
 def gated_delta_rule(q, k, v, g, beta, scale, states, batch):

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.channel_groups import SUBLANES, has_channel_tiles
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding
 from pallas_kernels.tpu.pages import LANES, sublanes, vector_bytes
@@ -22,7 +23,6 @@ from pallas_kernels.tpu.state_prefill import CHUNK, gather_tokens, list_chunks, 
 
 LEAST_GATE = -100.0  # its exponential is 0 in float32
 WINDOWS, WINDOW_BYTES = 8, 2**20  # of a convolution's rows: on their way in, and out; the most that one may have
-GROUPS = 8  # of 128 channels: a register, and a tile of what XLA lays out
 
 
 def unsupported(call: MixerCall) -> str | None:
@@ -60,12 +60,12 @@ def _refuse_windows(states: Any, axes: tuple[int, ...]) -> str | None:
     if len(axes) == 1 or axes[1] > 1:
         return "There is no TPU kernel of causal_conv for more than a token of each row; XLA runs it."
     *_, taps, lanes = states.shape
-    if states.ndim == 3 or lanes != LANES or states.shape[1] % GROUPS:
+    if states.ndim == 3 or lanes != LANES or states.shape[1] % SUBLANES:
         return (
-            f"States of {list(states.shape[1:])} are no whole register tiles of {GROUPS} x {LANES} channels for each "
-            f"input: keep [{GROUPS} n, width - 1, {LANES}], or leave it to XLA."
+            f"States of {list(states.shape[1:])} are no whole register tiles of {SUBLANES} x {LANES} channels for each "
+            f"input: keep [{SUBLANES} n, width - 1, {LANES}], or leave it to XLA."
         )
-    if taps & (taps - 1) == 0 or not taps % GROUPS:
+    if not has_channel_tiles(taps):
         return (
             f"XLA makes register tiles of {taps} inputs of {LANES} channels, which a TPU would turn into tiles of "
             f"channels by copying the whole pool: leave it to XLA."

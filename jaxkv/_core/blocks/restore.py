@@ -18,6 +18,7 @@ from jaxkv._core.state.columns import columns_for
 from jaxkv._core.state.head_rows import any_head
 from jaxkv._core.state.multihost import put_replicated
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
+from pallas_kernels.common.channel_groups import join_groups, split_groups
 
 
 def put_rows(
@@ -144,8 +145,4 @@ def _ungrouped(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def regroup_channels(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Returns rows' last inputs `[n, C, width - 1]`, or `[n, C // m, width - 1, m]`, as `[n, *shape]`, which is one of
     these forms; any other array as it is."""
-    if x.shape[1:] == shape:
-        return x
-    if x.ndim == 4:
-        x = np.swapaxes(x, 2, 3).reshape(len(x), -1, x.shape[2])
-    return x if len(shape) == 2 else np.swapaxes(x.reshape(len(x), shape[0], shape[2], shape[1]), 2, 3)
+    return x if x.shape[1:] == shape else split_groups(join_groups(x), shape)

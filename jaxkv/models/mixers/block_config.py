@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import flag, integer, real, show
+from pallas_kernels.common.channel_groups import group_channels
 
-LANES, SUBLANES = 128, 8  # of a TPU's register
 Shapes = dict[str, tuple[int, ...] | None]  # of parameters, by name; None: there is no such parameter
 
 
@@ -62,7 +62,7 @@ class DeltaConfig:
 
     def layer(self, dtype: Any = "float32") -> LayerConfig:
         """Returns what a cache keeps of a row: the last inputs of the convolutions in `dtype`, and the state."""
-        conv = last_inputs(2 * self.key_channels + self.value_channels, self.width), dtype
+        conv = group_channels(2 * self.key_channels + self.value_channels, self.width - 1), dtype
         return LayerConfig.recurrent(conv=conv, state=((self.value_heads, self.key_dim, self.value_dim), "float32"))
 
     def shapes(self, width: int) -> Shapes:
@@ -102,7 +102,7 @@ class ShortConvConfig:
 
     def layer(self, dtype: Any = "float32") -> LayerConfig:
         """Returns what a cache keeps of a row: the last inputs of the convolution."""
-        return LayerConfig.recurrent(conv=(last_inputs(self.channels, self.width), dtype))
+        return LayerConfig.recurrent(conv=(group_channels(self.channels, self.width - 1), dtype))
 
     def shapes(self, width: int) -> Shapes:
         """Returns the shapes of the mixer's parameters in a residual stream of a width."""
@@ -171,7 +171,7 @@ class SpaceConfig:
 
     def layer(self, dtype: Any = "float32") -> LayerConfig:
         """Returns what a cache keeps of a row: the last inputs of the convolution in `dtype`, and the state."""
-        conv = last_inputs(sum(self.parts[1:4]), self.width), dtype
+        conv = group_channels(sum(self.parts[1:4]), self.width - 1), dtype
         return LayerConfig.recurrent(conv=conv, state=((self.heads, self.head_dim, self.state_dim), "float32"))
 
     def shapes(self, width: int) -> Shapes:
@@ -230,19 +230,6 @@ def check_blocks(blocks: tuple[BlockConfig, ...], num_layers: int) -> None:
         raise ValueError(f"blocks have {sum(block.num_layers for block in blocks)} layers, but layers {num_layers}.")
     if not any(block.attention for block in blocks):
         raise ValueError("At least one block must have attention: its block tables count the tokens of rows.")
-
-
-def last_inputs(channels: int, width: int) -> tuple[int, ...]:
-    """Returns the shape of a convolution's last inputs: with channels in groups of 128 where a TPU keeps each row's as
-    whole tiles of these, which its kernel reads and writes where they lie; see `jaxkv.causal_conv`.
-
-    >>> last_inputs(8192, 4), last_inputs(24, 4)
-    ((64, 3, 128), (24, 3))
-    """
-    taps = width - 1
-    if channels % (LANES * SUBLANES) or not taps & (taps - 1) or not taps % SUBLANES:
-        return channels, taps
-    return channels // LANES, taps, LANES
 
 
 def check_sizes(config: Any, *names: str, **least: int) -> None:
