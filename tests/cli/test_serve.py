@@ -299,6 +299,20 @@ def test_who_goes_away_is_cancelled(served, client, monkeypatch, stream):
     assert request.ended == "cancelled" and len(request.tokens) < request.limit
 
 
+def test_what_the_server_cuts_off_is_no_answer(served, client, monkeypatch):
+    submit = served[0].submit
+
+    def submit_and_cancel(*arguments, **options):
+        request = submit(*arguments, **options)
+        request.cancel()
+        return request
+
+    monkeypatch.setattr(served[0], "submit", submit_and_cancel)
+    with pytest.raises(openai.InternalServerError, match="The server is closing") as found:
+        ask(client, QUESTIONS[0], max_tokens=9)
+    assert found.value.status_code == 503
+
+
 def test_who_goes_away_leaves_no_traceback(served):
     engine, text, _ = served
     reported = []

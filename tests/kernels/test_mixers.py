@@ -220,6 +220,8 @@ BAD = {
     "x must be padded": ("conv", {"x": jnp.ones(3)}),
     "weight must be": ("conv", {"weight": jnp.ones((5, 4))}),
     "states must be": ("conv", {"states": jnp.ones((12, 6, 4))}),
+    r"states must be .*2, 3, 3": ("conv", {"states": jnp.ones((12, 2, 2, 3))}),
+    "states must hold 6 channels in equal groups": ("conv", {"states": jnp.ones((12, 2, 3, 4))}),
     "bias must be": ("conv", {"bias": jnp.ones(4)}),
     "activation must be": ("conv", {"activation": "relu"}),
     "x must be an array": ("conv", {"x": [1.0]}),

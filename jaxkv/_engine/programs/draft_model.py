@@ -47,10 +47,12 @@ class Held:
         fed again: the drafts follow from its logits. Tokens that were compared before are not compared again."""
         most = len(tokens) - 1
         held = len(self)
+        if adapter != self.adapter:
+            self.adapter, self.count, self.guesses = adapter, 0, []
         if tokens is not self.tokens:  # another sequence has come into this row
-            common = _common(self.tokens[: self.count], tokens) if adapter == self.adapter else 0
-            self.guesses = self.guesses if common == self.count and adapter == self.adapter else []
-            self.tokens, self.count, self.adapter = tokens, common, adapter
+            common = _common(self.tokens[: self.count], tokens)
+            self.guesses = self.guesses if common == self.count else []
+            self.tokens, self.count = tokens, common
         ahead = tokens[self.count : self.count + len(self.guesses)]
         count = min(most, self.count + _common(self.guesses, ahead))
         self.count, self.guesses = count if self._can_roll_back or count == held else 0, []
