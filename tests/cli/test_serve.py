@@ -135,6 +135,7 @@ WRONG = {
     "deep": "[" * 100_000, "options of a stream in a text": {"stream": True, "stream_options": "x"},
     "a stream of text": {"stream": "yes"}, "fewer than no log-probabilities": {"logprobs": True, "top_logprobs": -1},
     "a picture": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    "a part of another kind": {"messages": [{"role": "user", "content": [{"type": "refusal", "text": "x"}]}]},
     "a part without a form": {"messages": [{"role": "user", "content": ["x"]}]},
     "half a character": {"messages": [{"role": "user", "content": "\ud800"}]},
     "a prompt that is too long": {"messages": [{"role": "user", "content": "x" * 2000}]},
