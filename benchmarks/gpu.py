@@ -2,13 +2,16 @@
 
     python benchmarks/gpu.py             everything, in at most 8 minutes; writes results/gpu.json as it goes
     python benchmarks/gpu.py --quick     what matters most, in 90 seconds
-    python benchmarks/gpu.py --check     the numerics alone, in less than 3 minutes; names a kernel that hangs
+    python benchmarks/gpu.py --check     the numerics alone, in less than 3 minutes; names a kernel that hangs, and
+                                         writes results/gpu_check.json
     python benchmarks/gpu.py --only X    what a row says matches a regular expression, such as "prefill.*ours"
     python benchmarks/gpu.py --dry-run   a little of everything, in the interpreter, and whether everything else at
                                          least lowers, without a GPU; writes nothing
 
 Decode is bound by memory: its measure is the bytes of K and V that the rows hold, over the time, as a share of what the
 best of some programs reads in the same run that do nothing but read. NOTES.md has what each row was predicted to take.
+Each kind of check has a process of its own, so that one that hangs or breaks the device stops no other. Before anything
+is timed, processes side by side compile it: a chip's time is dear, and most of a row's would be the compiler's.
 """
 
 import argparse
@@ -16,12 +19,15 @@ import collections
 import dataclasses
 import functools
 import importlib.metadata
+import json
 import os
 import pathlib
+import re
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory beside JAX
@@ -29,18 +35,19 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from _harness import RESULTS, commit, table
-from gpu_book import Book, in_processes
-from gpu_check import check
-from gpu_contenders import Contender, contenders, give_back, lowered, seconds_of, step_of
+from _harness import RESULTS, commit, table, write
+from gpu_book import Book, in_processes, run_tasks, words
+from gpu_check import KERNELS, check
+from gpu_contenders import Contender, compile_ahead, contenders, give_back, lowered, seconds_of, step_of
 from gpu_states import LAYERS, Shape, measure_step, steps_of
-from gpu_work import MAX_BYTES, Model, Point, headlines, tiny, work
+from gpu_work import MAX_BYTES, Model, Piece, Point, headlines, others, tiny
 
 import pallas_kernels
 
 STARTED = time.time() - time.process_time()  # importing is a part of the time
 LONGEST_MEASUREMENT = 20  # seconds, its compilation included
 HUNG, HUNG_MODEL = 60, 150
+CARELESS = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"}  # for what runs once
 DATASHEET = 4.8e12  # bytes a second of an H200's memory, as its maker has it
 SHOWN = ("what", "heads", "batch", "context", "new", "block", "head_dim", "kind", "ragged", "chunk", "by", "seconds",
          "share", "tflops", "off")  # fmt: skip
@@ -58,6 +65,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="time for all of it; default: 480, or 90 if quick")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="the folder that gets gpu.json")
     parser.add_argument("--commit", help="of the sources, where they were copied without their history")
+    parser.add_argument("--kind", help=argparse.SUPPRESS)  # of checks
+    parser.add_argument("--compile", type=int, nargs=2, help=argparse.SUPPRESS)  # each nth piece of so many
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -68,22 +77,75 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             options.results = pathlib.Path(folder)
             raise SystemExit(run(options, until, plgpu.InterpretGPUParams()))
-    raise SystemExit(in_processes(until) if options.worker is None else run(options, until, None))
+    raise SystemExit(in_phases(options, until) if options.worker is None else run(options, until, None))
+
+
+def in_phases(options: argparse.Namespace, until: float) -> str | int:
+    """Checks, compiles and measures, each in processes of its own."""
+    if obstacle := why_not_here():
+        return f"{obstacle} Without a Hopper GPU: --dry-run."
+    wrong: str | int = 0
+    arguments = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        if not options.unchecked:
+            kinds = [*KERNELS, "steps"]
+            found = [pathlib.Path(folder, str(i)) for i in range(len(kinds))]
+            tasks = [
+                [*arguments, "--check", "--kind", kind, "--results", str(into)]
+                for kind, into in zip(kinds, found, strict=True)
+            ]
+            run_tasks(tasks, until, CARELESS)
+            wrong = gather_checks(options, found)
+        if options.check:
+            return wrong
+        cache = {
+            "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        count = max(1, min(14, (os.cpu_count() or 2) - 2))
+        tasks = [[*arguments, "--compile", str(i), str(count)] for i in range(count)]
+        run_tasks(tasks, until, cache)
+        return in_processes([*arguments, "--unchecked"], until, cache) or wrong
+
+
+def gather_checks(options: argparse.Namespace, folders: list[pathlib.Path]) -> str | int:
+    """Writes the checks of all kinds into one file; how many are wrong, or 0."""
+    files = [file for folder in folders if (file := folder / "gpu.json").exists()]
+    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
+    if files:
+        options.results.mkdir(parents=True, exist_ok=True)
+        facts = {key: value for key, value in json.loads(files[0].read_text()).items() if key != "rows"}
+        write(options.results / "gpu_check.json", rows, **facts)
+    wrong = [row for row in rows if "error" in row]
+    for row in wrong:
+        print(words(row), flush=True)
+    print(f"{len(rows) - len(wrong)} of {len(rows)} cases agree with the reference.", flush=True)
+    return f"{len(wrong)} cases differ from the reference." if wrong or not files else 0
 
 
 def run(options: argparse.Namespace, until: float, interpret) -> str | int:
     """Everything in this process; the status it should end with, or what to say."""
     dry = interpret is not None
-    if not dry and (obstacle := why_not_here()):
-        return f"{obstacle} Without a Hopper GPU: --dry-run."
+    if options.compile:
+        nth, count = options.compile
+        for model, point, who in headlines()[nth::count]:
+            if model or time.time() > until:  # a model's products are tuned when nobody else is at the device
+                continue
+            row, who = row_of(None, point), "paged" if options.quick and who == "all" else who
+            said = compile_ahead(point, who, lambda by, row=row: re.search(options.only, words(row | {"by": by})))
+            if said:
+                print(f"compiled {words(row)}: {said}", flush=True)
+        return 0
     book = Book(
         options.results / "gpu.json", go_on=bool(options.worker), only=options.only,
         commit=options.commit or commit(), jaxlib=importlib.metadata.version("jaxlib"), max_bytes=MAX_BYTES,
     )  # fmt: skip
     wrong = []
     if not options.unchecked:
-        each, seconds = (1, 1e9) if dry else (2, 30) if options.quick else (12, 150 if options.check else 100)
-        wrong = check(book, interpret, each=each, seconds=seconds)
+        each = 1 if dry else 2 if options.quick else 12
+        seconds = 1e9 if dry else min(150 if options.check else 100, until - time.time())
+        wrong = check(book, interpret, each=each, seconds=seconds, only_kind=options.kind)
     if not options.check:
         measure(book, until, interpret, quick=options.quick)
         rows = [row for row in book.rows if row["what"] not in ("check", "kernels", "lowers")]
@@ -136,7 +198,26 @@ def measure(book: Book, until: float, interpret, *, quick: bool) -> None:
         book.attempt({"what": name, "by": by}, bandwidth, patience)
     reads = [row["bytes_per_second"] for row in book.rows if row["what"] == "read" and "bytes_per_second" in row]
 
+    best = max(reads, default=None)
     skipped = 0
+
+    def take(pieces: Iterable[Piece]) -> None:
+        nonlocal skipped
+        for model, point, who in pieces:
+            if time_is_up():
+                skipped += 1
+                continue
+            row = row_of(model, point)
+            if model:
+                runs: Runs = iter([("ours", functools.partial(step_of, model, point, interpret))])
+            else:
+                who = "paged" if quick and who == "all" else who
+                runs = contenders(point, who, interpret)
+            rate = functools.partial(speed, model, point, best)
+            most = HUNG_MODEL if model and not dry else patience
+            side_by_side(book, row, runs, rate, most, time_is_up, closely=who == "all")
+
+    take(tiny() if dry else headlines())
     layers = [("tiny", Shape("state_space", 2, 1, 32, 16), 2, 1)] if dry else [
         (name, LAYERS[name], rows, tokens) for rows, tokens in ((32, 1), (1, 2048)) for name in LAYERS
     ]  # fmt: skip
@@ -145,20 +226,7 @@ def measure(book: Book, until: float, interpret, *, quick: bool) -> None:
             what = {"what": "states", "heads": layer.heads, "batch": rows, "new": tokens, "kind": name, "by": by}
             if book.wants(what):
                 book.attempt(what, functools.partial(measure_step, layer, rows, prepare), patience)
-    for model, point, who in tiny() if dry else work():
-        if time_is_up():
-            skipped += 1
-            continue
-        row = {"what": "model" if model else point.what, **dataclasses.asdict(point)}
-        if model:
-            prepare = functools.partial(step_of, model, point, interpret)
-            runs: Runs = iter([("ours", prepare)])
-        else:
-            who = "paged" if quick and who == "all" else who
-            runs = contenders(point, who, interpret)
-        rate = functools.partial(speed, model, point, max(reads, default=None))
-        most = HUNG_MODEL if model and not dry else patience
-        side_by_side(book, row, runs, rate, most, time_is_up, closely=who == "all")
+    take(() if dry else others())
     if dry:  # everything of true size, as far as it comes without the chip
         for _, point, who in headlines():
             row = {"what": "lowers", **dataclasses.asdict(point)}
@@ -170,12 +238,17 @@ def measure(book: Book, until: float, interpret, *, quick: bool) -> None:
         book.attempt({"what": f"{name} again", "by": by}, bandwidth, patience)
 
 
+def row_of(model: Model | None, point: Point) -> dict[str, Any]:
+    """Returns what a row of results says that it is of, but for whom."""
+    return {"what": "model" if model else point.what, **dataclasses.asdict(point)}
+
+
 def side_by_side(
     book: Book, row: dict[str, Any], runs: Runs, rate: Callable[[float], dict[str, float]], patience: float,
     time_is_up: Callable[[], bool], *, closely: bool,
 ) -> None:  # fmt: skip
     """Measure everyone at one piece of work: this library first, and again behind the others, when the chip is as warm
-    as it was for them. Looked at closely, everyone's kernels are profiled, and what others compute is compared."""
+    as it was for them. Looked at closely, its kernels are profiled, and what others compute is compared."""
     ours: list[Contender] = []
     out: list[Any] = []
     measured = 0
@@ -199,7 +272,7 @@ def side_by_side(
 
         book.attempt(what, one, patience)
         measured += len(prepared)
-        if prepared and prepared[0].wait is jax.block_until_ready and (closely or name == "ours"):
+        if prepared and name == "ours" and (closely or row["what"] == "model"):
             profiled = functools.partial(kernel_seconds, prepared[0])
             book.attempt(what | {"what": "kernels", "of": row["what"]}, profiled, patience)
         prepared.clear()

@@ -4,6 +4,7 @@ Every attempt is written down before it is made. Whatever ends the process, a wa
 file says at what; the next process reads that, and leaves it out.
 """
 
+import concurrent.futures
 import contextlib
 import faulthandler
 import json
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,6 +58,7 @@ class Book:
             with watchdog(words(what), patience):
                 found = run()
         except Exception as e:
+            traceback.print_exc()  # a row has room for its last line alone
             found = {"error": repr(e)[:300]} | ({} if device_answers() else {"broken": True})
         del row["error"]
         row |= found
@@ -102,13 +105,19 @@ def device_answers() -> bool:
         return False
 
 
-def in_processes(until: float) -> int:
-    """This script again and again as a worker, each going on behind the last, until one ends by itself or the time, in
-    seconds since the epoch, is up; its status."""
+def in_processes(arguments: Sequence[str], until: float, env: Mapping[str, str] | None = None) -> int:
+    """This script again and again as a worker with such arguments, each going on behind the last, until one ends by
+    itself or the time, in seconds since the epoch, is up; its status."""
     for nth in range(MOST_PROCESSES):
-        options = ["--worker", str(nth), "--until", str(until)]
-        status = subprocess.run([sys.executable, *sys.argv, *options]).returncode
+        options = [*arguments, "--worker", str(nth), "--until", str(until)]
+        status = subprocess.run([sys.executable, sys.argv[0], *options], env={**os.environ, **(env or {})}).returncode
         if status not in (ENDED, *range(-64, 0)) or time.time() > until:
             return status
         print(f"The process ended with status {status}; another goes on.", flush=True)
     return ENDED
+
+
+def run_tasks(tasks: Sequence[Sequence[str]], until: float, env: Mapping[str, str] | None = None) -> list[int]:
+    """Runs `in_processes` for the arguments of each task, a few at a time as there are cores; their statuses."""
+    with concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 1)) as pool:
+        return list(pool.map(lambda arguments: in_processes(arguments, until, env), tasks))

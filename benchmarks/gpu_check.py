@@ -63,11 +63,11 @@ def cases(kind: str) -> Iterator[Case]:
         )  # fmt: skip
 
 
-def check(book: Book, interpret, *, each: int, seconds: float) -> list[dict[str, Any]]:
+def check(book: Book, interpret, *, each: int, seconds: float, only_kind: str | None = None) -> list[dict[str, Any]]:
     """Compare cases of every kind with the reference, and many steps with XLA's path; what differs or does not run.
 
-    Of every kind one, then of every kind another: so that a time too short leaves none out. A kind that hung or broke
-    the device is not tried again.
+    Of every kind one, then of every kind another, so that a time too short leaves none out; or of one kind alone. A
+    kind that hung or broke the device is not tried again.
     """
     start, skipped = time.perf_counter(), 0
     tried = (row for row in book.rows if row["what"] == "check")
@@ -82,6 +82,8 @@ def check(book: Book, interpret, *, each: int, seconds: float) -> list[dict[str,
     steps = 3 if interpret is not None else STEPS
     todo.insert(len(KERNELS), ("steps", f"{steps} steps of decode", lambda: check_steps(steps, interpret)))
     for kind, name, run in todo:
+        if only_kind not in (None, kind):
+            continue
         what = {"what": "check", "by": kind, "kernels": KERNELS.get(kind, KERNELS["decode"]), "case": name}
         if kind in bad or not book.wants(what) or time.perf_counter() - start > seconds:
             skipped += 1

@@ -60,15 +60,25 @@ def calls_of(attend: Callable, q, pools, *rest, expected: float, scale: float = 
     queries, for who does not scale them; in the comparison only, where it costs no one time.
     """
     attend = jax.jit(attend)  # traced once
-    count = max(len(pools), 8) if expected < 0.01 else len(pools)
+    count = number_of_calls(pools, expected)
+    program = compile_calls(attend, count, q, pools, *rest)
+    return Contender(lambda: program(q, pools, *rest), count, expected, once=lambda: attend(q * scale, pools[0], *rest))
+
+
+def number_of_calls(pools, expected: float) -> int:
+    """Returns how many calls a program makes, one pool after the other."""
+    return max(len(pools), 8) if expected < 0.01 else len(pools)
+
+
+def compile_calls(attend: Callable, count: int, q, pools, *rest):
+    """Returns the program of so many calls. Of the arrays, shapes are enough."""
 
     def calls(q, pools, *rest):
         for i in range(count):
             q = attend(q, pools[i % len(pools)], *rest)
         return q
 
-    program = jax.jit(calls).lower(q, pools, *rest).compile()
-    return Contender(lambda: program(q, pools, *rest), count, expected, once=lambda: attend(q * scale, pools[0], *rest))
+    return jax.jit(calls).lower(q, pools, *rest).compile()
 
 
 def ours(point: Point, interpret=None) -> Callable:
@@ -245,10 +255,9 @@ def contenders(point: Point, who: Rivals, interpret=None) -> Iterator[tuple[str,
         yield "xla", against(functools.partial(testing.run, xla.paged_attention), pools, *step)
 
 
-def lowered(point: Point, who: Rivals) -> dict[str, str]:
-    """What becomes of each JAX contender's call for an NVIDIA GPU, on a machine without one: "lowers", or why not.
-    No array is made."""
-    found: dict[str, Any] = {}
+def programs_of(point: Point, who: Rivals) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
+    """Returns each JAX contender's call, with the shapes of its queries, pools and the rest. No array is made."""
+    found: dict[str, tuple[Callable, tuple[Any, ...]]] = {}
 
     def prepare_all() -> None:
         for name, prepare in contenders(point, who):
@@ -256,21 +265,45 @@ def lowered(point: Point, who: Rivals) -> dict[str, str]:
                 continue
 
             def note(attend, q, pools, *rest, name=name, **_):
-                shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (q, pools[0], *rest))
+                shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (q, pools, *rest))
                 found[name] = attend, shapes
 
             with mock.patch.object(sys.modules[__name__], "calls_of", note):
                 prepare()
 
     jax.eval_shape(prepare_all)
+    return found
+
+
+def compile_ahead(point: Point, who: Rivals, wants: Callable[[str], Any]) -> dict[str, Any]:
+    """Compiles what `calls_of` will, of who is wanted, for JAX's cache of compiled programs; returns how many seconds
+    each took, or why it was not."""
+    said: dict[str, Any] = {}
+    for name, (attend, (q, pools, *rest)) in programs_of(point, who).items():
+        if not wants(name):
+            continue
+        start = time.perf_counter()
+        try:
+            attend = jax.jit(attend)
+            compile_calls(attend, number_of_calls(pools, point.expected), q, pools, *rest)
+            if who == "all":
+                attend.lower(q, pools[0], *rest).compile()
+            said[name] = time.perf_counter() - start
+        except Exception as e:  # the measurement says it again
+            said[name] = repr(e)[:300]
+    return said
+
+
+def lowered(point: Point, who: Rivals) -> dict[str, str]:
+    """What becomes of each JAX contender's call for an NVIDIA GPU, on a machine without one: "lowers", or why not."""
     said = {}
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
     cudnn = mock.patch("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", return_value=91_200)
-    for name, (attend, shapes) in found.items():
+    for name, (attend, (q, pools, *rest)) in programs_of(point, who).items():
         try:
             with jax.sharding.use_abstract_mesh(mesh) if name == "triton" else cudnn:
-                jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",))
+                jax.jit(attend).trace(q, pools[0], *rest).lower(lowering_platforms=("cuda",))
             said[name] = "lowers"
         except Exception as e:  # what it says is what is asked for
             said[name] = repr(e)[:300]

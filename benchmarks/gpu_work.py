@@ -132,17 +132,15 @@ def decode(batch, context, block=16, heads=LLAMA, rivals: Rivals = "paged", **ot
     return None, Point(heads, batch, context, block, **others), rivals
 
 
-def work() -> Iterator[Piece]:
-    """What is measured, what matters most first, for the case that time runs out."""
-    first = list(headlines())
-    yield from first
+def others() -> Iterator[Piece]:
+    """Yields the rest of what is measured, what matters most first, for the case that time runs out."""
     rest = (
         decode(batch, context, block, heads)
         for heads, block, context, batch in itertools.product(
             (LLAMA, (64, 8), (32, 32)), (16, 64, 128), (2048, 32_768, 8192, 512), (32, 1, 256, 8, 64)
         )
     )
-    measured = {point for model, point, _ in first if model is None}
+    measured = {point for model, point, _ in headlines() if model is None}
     yield from (piece for piece in rest if piece[1].kv_bytes <= MAX_BYTES and piece[1] not in measured)
 
 
