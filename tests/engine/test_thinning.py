@@ -111,20 +111,22 @@ def test_what_is_counted_is_what_is_held():
             return send(*step)
 
         engine._loop.pipeline.send = send
-        for length, count in (1, 15), (14, 15), (22, 15), (1, 3):  # the last one ends beside another, and nobody waits
-            engine.submit(list(range(length)), count)
-        while engine._loop.is_busy:
-            engine.step()
-            running = {s.row: s for s in engine._loop.scheduler.running}
-            counted = [0] * len(holdings.groups)
-            for row in rows:
-                one = running.get(row, Sequence([], 0))
-                counted = np.add(counted, holdings.held(one.prompt, one.cached))
-            if engine._residents.to_free:
-                continue
-            used = [t.num_blocks - int(t.num_free) for t in engine.cache.tables]
-            used = np.array([used[g] for g in holdings.groups])
-            assert (counted >= used).all() if eviction.budget == "ada" else (counted == used).all(), name
+        # The last one ends beside another, and nobody waits.
+        for asked in ((1, 15), (14, 15), (22, 15)), ((14, 15), (1, 3)):
+            for length, count in asked:
+                engine.submit(list(range(length)), count)
+            while engine._loop.is_busy:
+                engine.step()
+                running = {s.row: s for s in engine._loop.scheduler.running}
+                counted = [0] * len(holdings.groups)
+                for row in rows:
+                    one = running.get(row, Sequence([], 0))
+                    counted = np.add(counted, holdings.held(one.prompt, one.cached))
+                if engine._residents.to_free:
+                    continue
+                used = [t.num_blocks - int(t.num_free) for t in engine.cache.tables]
+                used = np.array([used[g] for g in holdings.groups])
+                assert (counted >= used).all() if eviction.budget == "ada" else (counted == used).all(), name
 
 
 class Counted:
