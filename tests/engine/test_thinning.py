@@ -106,11 +106,11 @@ def test_what_is_counted_is_what_is_held():
         engine = jaxkv.Engine(Tiny(WINDOWS), evict=eviction, **TIGHT | MORE.get(name, {}))
         holdings, rows = engine._residents.holdings, range(TIGHT["max_seqs"])
 
-        def send(*step, engine=engine, send=engine._loop.pipeline.send):
+        def call(*step, engine=engine, call=engine._loop.pipeline._call):
             assert not engine._residents.to_free
-            return send(*step)
+            return call(*step)
 
-        engine._loop.pipeline.send = send
+        engine._loop.pipeline._call = call
         # The last one ends beside another, and nobody waits.
         for asked in ((1, 15), (14, 15), (22, 15)), ((14, 15), (1, 3)):
             for length, count in asked:
@@ -127,6 +127,29 @@ def test_what_is_counted_is_what_is_held():
                 used = [t.num_blocks - int(t.num_free) for t in engine.cache.tables]
                 used = np.array([used[g] for g in holdings.groups])
                 assert (counted >= used).all() if eviction.budget == "ada" else (counted == used).all(), name
+
+
+def test_a_row_comes_back_into_the_blocks_of_one_that_has_ended():
+    """They count as free at once, so they must be, though another sequence has that row by then."""
+    sizes = dict(max_seqs=2, max_seq_len=30, block_size=3, num_blocks=10)
+    residents = jaxkv.Engine(Tiny((None,)), evict=Eviction("streaming_llm"), swap="always", **sizes)._residents
+    first, back, new = (Sequence([0] * 29, 30, prompt=29) for _ in range(3))
+
+    def compute(sequence, count):
+        residents.cache = jaxkv.extend(residents.cache, [count * (row == sequence.row) for row in range(2)])
+        sequence.cached += count
+
+    for sequence in (first, back):
+        residents.admit([], sequence)
+        compute(sequence, 6)
+    residents.set_back(back)
+    residents.settle()
+    compute(first, 21)
+    residents.retire(first)
+    residents.admit([], new)
+    residents.admit([new], back)
+    assert (new.row, back.row, back.cached) == (0, 1, 6)
+    assert residents.cache.lengths.tolist() == [0, 6] and not residents.cache.failed.any()
 
 
 class Counted:

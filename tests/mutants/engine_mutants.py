@@ -60,6 +60,10 @@ MUTANTS = {
         "test_requests_come_and_go_at_random",
         Plant("CacheManager._take_row", "if must_be_empty and row in self._to_free:\n    self.flush()", ""),
     ),
+    "a row comes back before the blocks it is to have are free": (
+        "test_a_row_comes_back_into_the_blocks_of_one_that_has_ended",
+        Plant("CacheManager.make_room", "self._to_free and self.eviction is not None", "False"),
+    ),
     "an old room is taken for the new one": (
         "engine",
         Plant(

@@ -94,7 +94,6 @@ class CacheManager:
     def free_rows(self, are_wanted: bool) -> None:
         """Frees the retired rows on the device if other sequences want or have them. So a first call that reuses no row
         does not compile the program."""
-        are_wanted |= self.eviction is not None  # with eviction, `available` counts their blocks already
         if self._to_free and (are_wanted or not set(self._to_free) <= set(self._free_rows)):
             self.flush()
 
@@ -201,6 +200,8 @@ class CacheManager:
 
     def make_room(self, num_blocks: list[int]) -> None:
         """Makes this number of blocks free in each group, evicting from the prefix cache, and counts them as taken."""
+        if self._to_free and self.eviction is not None:  # `available` counts their blocks already
+            self.flush()
         if self.prefix is not None and any(num_blocks) and not self._are_free(num_blocks):
             self.settle()
             if not self._are_free(num_blocks):
