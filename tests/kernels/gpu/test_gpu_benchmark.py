@@ -1,8 +1,10 @@
-"""`benchmarks/gpu.py`, as far as it comes without a chip: a lent one is not there for finding its mistakes.
+"""`benchmarks/gpu.py` and `gpu_generate.py`, as far as they come without a chip: a lent one is not there for finding
+their mistakes.
 
-Its --dry-run interprets a little of everything.
+Their --dry-run does a little of everything.
 """
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -11,12 +13,16 @@ import sys
 
 import gpu_book
 import gpu_contenders
+import gpu_engines
+import gpu_generate
+import gpu_models
 import gpu_states
 import gpu_work
 import jax
 import numpy as np
 import pytest
-from nightly import NIGHTLY
+import serving_order
+from nightly import NIGHTLY, skip_by_day
 
 from pallas_kernels import testing
 
@@ -114,3 +120,44 @@ book.attempt({{"what": "last"}}, lambda: {{"seconds": float(nth)}}, 60)
     assert rows["hangs"]["error"] == rows["dies"]["error"] == gpu_book.TRYING
     assert rows["breaks"]["broken"] and rows["last"]["seconds"] == 3.0
     assert "HUNG for 0 s: what=hangs" in run.stdout
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Next(serving_order.Next):
+    vocab_size = 97
+
+
+@pytest.mark.parametrize("rows", (1, 8, 64, 256) if NIGHTLY else (1, 8))
+def test_an_engine_compiles_two_programs(rows):
+    """Most of the time on a chip would go into others: prompts of true length take steps of one size."""
+    runs = gpu_engines.Runs(Next(), rows, gpu_engines.Sizes(dry=False))
+    tokens, seconds, waits = runs.run()
+    if rows == 8:
+        runs.engine.submit(runs.long, 2).result()
+    assert len(runs.engine._pipeline._shapes) == 2 and runs.engine.stats()["preemptions"] == 0
+    assert {len(row) for row in tokens} == {128} and len(seconds) == len(waits) > 100
+
+
+@pytest.mark.parametrize("name", gpu_models.MODELS)
+def test_steps_of_models_lower(name):
+    """Two layers of each, with kernels in them by default."""
+    config = gpu_models.MODELS[name]
+    config = dataclasses.replace(config, layers=config.layers[:2], ropes=config.ropes[:2])
+    for rows, tokens in ((8, None), (8, 2112)):
+        assert gpu_models.lowered(config, rows, tokens, 4096)["kernels"] >= 2 * len(config.layers)
+
+
+def test_compared_tokens():
+    found = gpu_generate.compare_tokens([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 0, 4], [0, 6, 7, 8]])
+    assert found == {"equal": 0.75, "equal_until_first": 1.0, "rows_equal_in_2_tokens": 1}
+
+
+@skip_by_day("its parts")
+@pytest.mark.timeout(600)
+def test_generation_runs_dry():
+    run = subprocess.run(
+        [sys.executable, gpu_generate.__file__, "--dry-run", "--only", "smol"], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "what=generate" in run.stdout and "what=lowers model=smollm2-135m rows=64" in run.stdout
