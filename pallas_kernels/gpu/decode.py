@@ -13,6 +13,7 @@ What a thread block must not see is never left to a product with zero, since 0 *
 V's unseen rows are overwritten with zeros in shared memory.
 """
 
+import itertools
 import math
 
 import jax
@@ -24,11 +25,9 @@ from jax import lax
 from pallas_kernels.common.masks import is_visible
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.dequantize import arrivals, load_scales, slots_and_wide, widen
-from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
-    SINGLE_ROWS,
     InterpretParams,
     Operands,
     Ring,
@@ -72,11 +71,11 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
     """
     q, stored, tables, scalars, window_mask, soft_cap, interpret, sinks, _ = operands
     kv, kv_scale, format, quantized = stored.kv, stored.scale, stored.format, stored.format.is_quantized
-    num_heads, head_dim = q.shape[1], kernel_head_dim(q.shape[2])
+    _, num_heads, head_dim = q.shape
     num_rows, num_kv_heads = tables.shape[0], operands.head_parts
     group = num_heads // num_kv_heads
     tokens, stages = tile.tokens, tile.stages
-    pieces = tile.pieces(kv.shape[3])
+    pieces, spans = tile.pieces(kv.shape[3]), copied_spans(head_dim)
 
     def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, *others, scratch):
         scale_ref, *others = others if quantized else (None, *others)
@@ -89,9 +88,7 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
         row, start, stop, length, new, place, role = (items_ref[item, i] for i in range(7))
         first_seen = jnp.maximum(window_mask.first(length - new), 0) if window_mask.ends else jnp.int32(0)
         num_tiles = stop - start
-        # Copies reach beyond a D that fills no tile: zeros come in, and nothing goes out. An offset that is not known
-        # in advance is what lets them.
-        heads = pl.ds(head * group, group), pl.ds(head * 0, head_dim)
+        heads = pl.ds(head * group, group)
 
         def seen_by_column(shape, first):
             """Which places of a tile each column sees."""
@@ -109,15 +106,16 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
 
         @pl.when((warpgroup == 0) & (role != UNUSED))
         def consume():
-            for t in range(new_tokens):
-                source = q_ref.at[place + t, *heads]
-                plgpu.copy_gmem_to_smem(source, rows_s.at[pl.ds(t * group, group)], q_ready)
+            for t, (nth, span) in itertools.product(range(new_tokens), enumerate(spans)):
+                source = q_ref.at[place + t, heads, span]
+                plgpu.copy_gmem_to_smem(source, rows_s.at[nth, pl.ds(t * group, group)], q_ready)
             if interpret is None and tuning.EARLY_LAUNCH:
                 plgpu.griddepcontrol_launch_dependents()
             scale, cap = scalars_ref[0], scalars_ref[1]
             plgpu.barrier_wait(q_ready)
             # From the caller's layout, with any number of heads, into the matrix unit's.
-            q_s.T[...] = plgpu.load(rows_s.T, layout=LAYOUT, optimized=False)
+            for nth, span in enumerate(spans):
+                q_s.at[:, span].T[...] = plgpu.load(rows_s.at[nth].T, layout=LAYOUT, optimized=False)
             plgpu.commit_smem()
 
             def step(i, carry):
@@ -189,7 +187,7 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                     (acc, m, total),
                     None if sinks_ref is None else sinks_ref.at[head],
                     rows_s,
-                    [out_ref.at[place + t, *heads] for t in range(new_tokens)],
+                    [out_ref.at[place + t, heads] for t in range(new_tokens)],
                     lse_ref.at[row, head],
                 )
 
@@ -220,13 +218,13 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
             slots,
             slots,
             plgpu.SMEM((columns, tokens), q.dtype, transforms=OPERAND),
-            # The queries as they come, and in the end the output. A copy takes no more than 256 numbers of one line.
-            plgpu.SMEM((columns, head_dim), q.dtype, transforms=SINGLE_ROWS if head_dim > 256 else ()),
+            # The queries as they come, and in the end the output.
+            plgpu.SMEM((len(spans), columns, spans[0].size), q.dtype),
             *wide,
         )
         k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(format, pieces))
         free = plgpu.Barrier(num_barriers=stages)
-        barriers = (plgpu.Barrier(num_arrivals=new_tokens), k_ready, v_ready, free, free)
+        barriers = (plgpu.Barrier(num_arrivals=new_tokens * len(spans)), k_ready, v_ready, free, free)
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
 
     shape = jax.ShapeDtypeStruct
@@ -339,10 +337,16 @@ def merge(
         out_type=() if in_place else tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)),
         grid=(at_once, num_kv_heads, pieces),
         grid_names=("row", "head", "part"),
-        scratch_types=[plgpu.SMEM((columns, width), dtype)],
+        scratch_types=[plgpu.SMEM((1, columns, width), dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(part, part_lse, items, *(() if sinks is None else (sinks,)), *((out, lse) if in_place else ()))
+
+
+def copied_spans(head_dim: int) -> list[pl.Slice]:
+    """Returns the columns of each bulk copy of a token's heads, which takes no more than 256 numbers of one line."""
+    width = max(width for width in (64, 128, 192, 256) if head_dim % width == 0)
+    return [pl.ds(first, width) for first in range(0, head_dim, width)]
 
 
 def finish(softmax, sinks_ref, rows_s, tokens, lse_ref, *, with_lse=True) -> None:
@@ -359,9 +363,13 @@ def finish(softmax, sinks_ref, rows_s, tokens, lse_ref, *, with_lse=True) -> Non
         m, total, alpha = add_sink(m, total, plgpu.load(sinks_ref, layout=VECTOR, optimized=False))
         acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
     total = jnp.where(total == 0.0, 1.0, total)
-    store(rows_s.T, (acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [1])).astype(rows_s.dtype))
+    out = (acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [1])).astype(rows_s.dtype)
+    spans = copied_spans(out.shape[0])
+    for nth, span in enumerate(spans):
+        store(rows_s.at[nth].T, out[span.start : span.start + span.size])
     pl.when(with_lse)(lambda: store(lse_ref, (m + jnp.log2(total)) * math.log(2)))
     plgpu.commit_smem()
-    for t, token in enumerate(tokens):
-        plgpu.copy_smem_to_gmem(rows_s.at[pl.ds(t * token.shape[0], token.shape[0])], token)
+    for (t, token), (nth, span) in itertools.product(enumerate(tokens), enumerate(spans)):
+        count = token.shape[0]
+        plgpu.copy_smem_to_gmem(rows_s.at[nth, pl.ds(t * count, count)], token.at[:, span])
     plgpu.wait_smem_to_gmem(0)

@@ -21,7 +21,6 @@ from jax import lax
 
 from pallas_kernels.common.masks import is_visible
 from pallas_kernels.gpu import tuning
-from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
@@ -90,7 +89,7 @@ def split(
     q, stored, tables, scalars, window_mask, soft_cap, interpret, sinks, _ = operands
     kv, rank = stored.kv, stored.latent_rank
     assert rank is not None
-    (num_tokens, num_heads, _), width = q.shape, kernel_head_dim(q.shape[2])
+    num_tokens, num_heads, width = q.shape
     at_once = heads_at_once(num_heads)
     head_tiles, tokens, stages = num_heads // at_once, tile.tokens, tile.stages
     half_rank = rank // HALVES
@@ -150,9 +149,7 @@ def split(
             row, start, num_tiles, length, new, place, role, first_seen = work()
             queries = pl.ds(place * num_heads + head * at_once, QUERY_ROWS)
             for columns, part_s in q_parts(q_s):
-                # Beyond the last token, and beyond a D that fills no tile, come zeros: the offset is not known ahead.
-                source = q_ref.at[queries, pl.ds(head * 0 + columns.start, columns.size)]
-                plgpu.copy_gmem_to_smem(source, part_s, q_ready)
+                plgpu.copy_gmem_to_smem(q_ref.at[queries, columns], part_s, q_ready)  # zeros beyond the last token
             if interpret is None and tuning.EARLY_LAUNCH and some_cut:
                 plgpu.griddepcontrol_launch_dependents()
             scale, cap = scalars_ref[0], scalars_ref[1]

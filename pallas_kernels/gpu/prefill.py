@@ -29,7 +29,6 @@ from jax import lax
 
 from pallas_kernels.common.masks import is_visible
 from pallas_kernels.gpu.dequantize import arrivals, settle_scales, slots_and_wide, widen
-from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
@@ -117,9 +116,9 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
     q, stored, tables, scalars, window_mask, soft_cap, interpret, sinks, _ = operands
     kv, kv_scale, format, quantized = stored.kv, stored.scale, stored.format, stored.format.is_quantized
     tile, weights_in_registers, in_turns, ahead = (plan.tile, plan.weights_in_registers, plan.in_turns, plan.ahead)
-    (_, num_heads, stored_dim), (_, chunks, _), num_kv_heads = q.shape, items.shape, operands.head_parts
+    (_, num_heads, head_dim), (_, chunks, _), num_kv_heads = q.shape, items.shape, operands.head_parts
     items = items.reshape(-1, items.shape[2])
-    head_dim, group, num_items = kernel_head_dim(stored_dim), num_heads // num_kv_heads, len(items)
+    group, num_items = num_heads // num_kv_heads, len(items)
     own, (halves, width), splits_columns = tokens_of(group), (division := divide(head_dim)), division.splits_columns
     tokens, stages = tile.tokens, tile.stages
     assert not (splits_columns and (in_turns or ahead))
@@ -390,10 +389,8 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             return lax.cond(num_tiles > 0, some, lambda *x: x, acc, m, total)
 
         def columns():
-            """A consumer's. Copies reach beyond a D that fills no tile, as in `decode`: an offset not known ahead."""
-            if splits_columns:
-                return pl.ds(anew(warpgroup) * width, width)
-            return pl.ds(0 if stored_dim == head_dim else jnp.minimum(anew(head), 0), head_dim)
+            """A consumer's."""
+            return pl.ds(anew(warpgroup) * width if splits_columns else 0, width)
 
         def at(token, count, nth):
             """Where so many tokens of one of the KV head's query heads are."""
@@ -528,7 +525,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             values, _ = slots_and_wide(kv.dtype, q.dtype, format, own_tile, width)
             shared = plgpu.SMEM((CONSUMERS, tokens, width), q.dtype, transforms=OPERAND)
             wide = (shared, None, wide[2]) if quantized else ()
-        rows = SINGLE_ROWS if stored_dim == head_dim else ()
+        rows = SINGLE_ROWS if width < 256 else ()  # of 256 JAX 0.11 finds no layout, and banks would gain little
         queries = [plgpu.SMEM((CONSUMERS, HALF, width), q.dtype, transforms=x) for x in (rows, OPERAND)]
         buffers = (
             # In one place; which the interpreter takes for one buffer of both consumers, that race.

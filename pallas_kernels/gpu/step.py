@@ -68,7 +68,8 @@ def attend(
     token = locate(token_axes, kv_lens, query_lens, query_starts)
     token = Tokens(*(x.reshape(-1) for x in token))
     q = _pad_heads(q.reshape(-1, num_heads, head_dim), 1, kv.shape[2], padded)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, -head_dim % 8)))  # bulk copies want steps of 16 bytes
+    # Whole swizzled tiles: no bulk copy may reach beyond a dimension that is cut into tiles.
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, kernel_head_dim(head_dim) - head_dim)))
     if len(token_axes) == 2:
         start = jnp.arange(num_rows, dtype=jnp.int32) * width
     else:
@@ -168,10 +169,10 @@ def _decode_rows(operands: Operands, rows: DecodeRows, place, alone_of: int | No
     used = new_tokens * (q.shape[1] // num_kv_heads)
     if rank is None:
         columns = -(-used // 8) * 8
-        plan = tuning.decode_plan(kernel_head_dim(q.shape[2]), columns, kv.dtype.itemsize)
+        plan = tuning.decode_plan(q.shape[2], columns, kv.dtype.itemsize)
         split = functools.partial(decode.split, columns=columns)
     else:
-        columns, plan = latent.QUERY_ROWS, tuning.latent_plan(kernel_head_dim(q.shape[2]))
+        columns, plan = latent.QUERY_ROWS, tuning.latent_plan(q.shape[2])
     most_tiles = tiles_of_a_row(tables.shape[1] * block_size, window_mask, new_tokens, plan.tile.tokens)
     items, num_items, most_cut = work.decode_items(
         rows.kv_lens,
@@ -274,8 +275,8 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = operands.head_parts
     group = num_heads // num_kv_heads
-    plan = tuning.prefill_plan(kernel_head_dim(head_dim), kv.shape[3], kv.dtype.itemsize)
-    division, own = prefill.divide(kernel_head_dim(head_dim)), prefill.tokens_of(group)
+    plan = tuning.prefill_plan(head_dim, kv.shape[3], kv.dtype.itemsize)
+    division, own = prefill.divide(head_dim), prefill.tokens_of(group)
     halves, item_tokens = division.halves, division.halves * own
     items, token_masks, item, nth = _prefill_items(
         operands,
@@ -329,7 +330,7 @@ def _prefill_latent(operands: Operands, rows: DecodeRows, least: int):
     num_tokens, num_heads, head_dim = q.shape
     group = latent.heads_at_once(num_heads)
     head_tiles, item_tokens = num_heads // group, latent.QUERY_ROWS // group
-    plan = tuning.latent_plan(kernel_head_dim(head_dim))
+    plan = tuning.latent_plan(head_dim)
     items, token_masks, item, nth = _prefill_items(
         operands,
         rows,

@@ -26,8 +26,8 @@ InterpretParams = plgpu.InterpretGPUParams | None
 class Operands(NamedTuple):
     """What every kernel over a step's tokens takes."""
 
-    q: jax.Array  # [N, H, D], D a multiple of 8: all tokens of the step
-    stored: StoredKV  # D' of the pool at least the multiple of 64 that D fits in: E; scales of float32
+    q: jax.Array  # [N, H, D], D a multiple of 64: all tokens of the step
+    stored: StoredKV  # D' of the pool at least D; scales of float32
     tables: jax.Array  # i32[S, M]
     scalars: jax.Array  # f32[2], see `logits_base2`
     window_mask: WindowMask  # how far back tokens see, where a `token_mask` does not say more
@@ -54,7 +54,7 @@ class Operands(NamedTuple):
 LAYOUT = plgpu.Layout.WGMMA  # how a product's result lies in registers
 # How a 16-bit operand lies in shared memory. (The stubs take the classes for abstract ones.)
 OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-# Any rows, and no two threads of a warp at one bank; where D fills whole tiles, which this has to be told.
+# Any rows, and no two threads of a warp at one bank.
 SINGLE_ROWS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 

@@ -53,15 +53,15 @@ def sample() -> list[dict]:
 
 
 def lower(*, block_size, head_dim, group, dtype, window, soft_cap, sinks, tokens, tree=False, spans=False, **others):
-    rows, num_kv_heads, stored = 3, 2, -(-head_dim // 64) * 64
+    rows, parts, num_kv_heads, stored = 3, *((1, 1) if "rank" in others else (2, 2)), -(-head_dim // 64) * 64
     num_heads = group * num_kv_heads
     shape = jax.ShapeDtypeStruct
     q = shape((rows, tokens, num_heads, head_dim), dtype)
-    kv = shape((9, 2, num_kv_heads, block_size, stored), dtype)
+    kv = shape((9, parts, num_kv_heads, block_size, stored), dtype)
     tables, row = shape((rows, 4), jnp.int32), shape((rows,), jnp.int32)
     sinks = shape((num_heads,), jnp.float32) if sinks else None
     by_token = {name: shape(q.shape[:2], jnp.int32) for name, given in (("tree", tree), ("spans", spans)) if given}
-    assert gpu.unsupported("paged_attention", bundle_call(q=q, kv=kv)) is None
+    assert gpu.unsupported("paged_attention", bundle_call(q=q, kv=kv, rank=others.get("rank"))) is None
 
     def attend(q, kv, tables, lengths, new, sinks, by_token):
         options = dict(window=window, soft_cap=soft_cap, **by_token, **others)
@@ -84,6 +84,19 @@ def test_matrix(part):
 DEFAULTS = dict(
     block_size=16, head_dim=128, group=4, dtype=jnp.bfloat16, window=None, soft_cap=None, sinks=False, tokens=1
 )
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"head_dim": 96, "group": 8, "tokens": 40}, {"head_dim": 256, "tokens": 40}, {"head_dim": 512},
+        {"head_dim": 136, "rank": 128, "scale": 0.1, "tokens": 40},
+    ],
+    ids=lambda asked: str(asked["head_dim"]),
+)  # fmt: skip
+def test_odd_and_wide_heads_lower(asked):
+    """What neither interpreter refuses: copies of parts of tiles, and layouts that an older JAX does not find."""
+    lower(**DEFAULTS | asked)
 
 
 def test_vmap_lowers():
