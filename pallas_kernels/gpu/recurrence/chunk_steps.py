@@ -91,14 +91,25 @@ def see_tokens(first: jax.Array) -> jax.Array:
 
 
 def pad_numbers(x: jax.Array) -> jax.Array:
-    """Returns numbers of tokens, `[N, H]`, as `f32[H, N + 64]`: whole chunks are read of them, by no bulk copy, which
-    would stop at the end."""
-    return jnp.pad(x.astype(jnp.float32).T, ((0, 0), (0, CHUNK)))
+    """Returns numbers of tokens, `[N, H]`, as `load_numbers` takes them: `f32[H, 2, N + 64]`, or one more for an even
+    length. Whole chunks are read of them, by no bulk copy, which would stop at the end.
+
+    Threads load two numbers at once, at even places, and a chunk begins at any token: so all are there once more, one
+    place earlier.
+    """
+    length = x.shape[0] + CHUNK + x.shape[0] % 2
+    x = jnp.pad(x.astype(jnp.float32).T, ((0, 0), (0, length + 1 - x.shape[0])))
+    return jnp.stack([x[:, :-1], x[:, 1:]], axis=1)
 
 
-def load_numbers(ref: Any, count: jax.Array, layout: Any) -> jax.Array:
-    """Loads one number of each token of a chunk, and 0 beyond its last token."""
-    x = plgpu.load(ref, layout=layout, optimized=False)
+def load_numbers(ref: Any, token: jax.Array, count: jax.Array, layout: Any) -> jax.Array:
+    """Loads one number of each token of a chunk that begins at `token`, and 0 beyond its last token.
+
+    Args:
+      ref: a head's numbers, of `pad_numbers`.
+    """
+    here = (token & 1, pl.ds(token & -2, CHUNK)) if layout == COLUMN else (0, pl.ds(token, CHUNK))
+    x = plgpu.load(ref.at[here], layout=layout, optimized=False)
     place = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
     return jnp.where(place < count, x, jnp.zeros_like(x))
 

@@ -125,11 +125,11 @@ def run_delta_chunks(
             return lax.fori_loop(0, 5, join, jnp.where(distances() < 2, -lower, 0.0))
 
         def run_chunk(token, count, state, next_token):
-            here = pl.ds(token, CHUNK)
-            gates = columns(jnp.maximum(load_numbers(given["g"].at[head, here], count, COLUMN), LEAST_GATE), SQUARE)
+            gates = load_numbers(given["g"].at[head], token, count, COLUMN)
+            gates = columns(jnp.maximum(gates, LEAST_GATE), SQUARE)
 
             def load_beta():
-                return lines(load_numbers(given["beta"].at[head, pl.ds(anew(token), CHUNK)], count, ROW), SQUARE)
+                return lines(load_numbers(given["beta"].at[head], anew(token), count, ROW), SQUARE)
 
             since = jnp.where(see_tokens(first), gates, 0.0).sum(axis=1)  # up to each token, its own gate included
             whole = gates.sum(axis=1)

@@ -85,8 +85,8 @@ def run_space_chunks(
                 plgpu.copy_gmem_to_smem(given[name].at[pl.ds(token, CHUNK), *at], target, ready)
 
         def run_chunk(token, count, state, next_token):
-            dt = given["dt"].at[head, pl.ds(token, CHUNK)]
-            steps, steps_across = (load_numbers(dt, count, layout) for layout in (ROW, COLUMN))
+            dt = given["dt"].at[head]
+            steps, steps_across = (load_numbers(dt, token, count, layout) for layout in (ROW, COLUMN))
             gates = columns(jnp.maximum(steps_across * rate, LEAST_GATE), SQUARE)
             since = jnp.where(see_tokens(first), gates, 0.0).sum(axis=1)  # up to each token, its own gate included
             whole = gates.sum(axis=1)
