@@ -135,10 +135,10 @@ def report():
 @pytest.fixture(scope="module")
 def states_report():
     """Everything that gpu_compile_states.py prints, by job."""
-    controls = ("control-not-donated", "control-no-fence") * NIGHTLY
+    controls = ("control-not-donated", "control-no-fence", "control-misaligned") * NIGHTLY
     return {
         name: found
-        for job in printed_by("gpu_compile_states.py", *STATES, *CHUNKS, *DELTA_CHUNKS, *controls)
+        for job in printed_by("gpu_compile_states.py", *STATES, *CHUNKS, *DELTA_CHUNKS, *ODD, *controls)
         for name, found in job.items()
     }
 
@@ -366,6 +366,25 @@ def test_delta_chunks_within_budget(name, states_report):
     assert step["proxy_fences"] == 7  # inputs; twice in a join; the state; what it lacks; gains; the output
     assert step["alias_bytes"] == step["pool_bytes"] and step["pool_copies"] == step["scatters"] == 0
     assert step["kernels"] == 2 and step["launches"] <= 12
+
+
+ODD = ["odd-space-chunks", *["odd-delta-chunks", "odd-space-tokens", "odd-delta-tokens"] * NIGHTLY]
+
+
+def test_nothing_is_loaded_or_copied_beside_its_alignment(report, states_report):
+    """A GPU dies of it, and no interpreter sees it."""
+    found = {name: step["misaligned"] for name, step in states_report.items() if name != "control-misaligned"}
+    of_attention = [said for step in report.values() for said in step.values() if isinstance(said, dict)]
+    for nth, said in enumerate(of_attention):  # bulk copies go round rings, whose places it does not work out
+        found[nth] = [text for text in said.get("misaligned", []) if "cp.async" not in text]
+    assert len(found) > len(states_report) and not any(found.values())
+
+
+@skip_by_day("negative controls of what is counted")
+def test_misaligned_loads_show(states_report):
+    """Of two numbers each, where a chunk begins at any token."""
+    misaligned = states_report["control-misaligned"]["misaligned"]
+    assert misaligned and all("ld.v2.b32" in text for text in misaligned)
 
 
 @skip_by_day("negative controls of what is counted")

@@ -24,6 +24,7 @@ sys.path += [str(pathlib.Path(__file__).parents[2] / folder) for folder in ("ben
 
 from gpu_plans import FORMS, use_form
 from planting import Plant
+from ptx_alignment import find_misaligned
 
 import jaxkv
 import pallas_kernels
@@ -99,6 +100,7 @@ def described(assembly):
     return {
         "target": re.search(r"\.target (\w+)", assembly).group(1),
         "registers": int(re.search(r"Used (\d+) registers", assembly).group(1)),
+        "misaligned": find_misaligned(assembly),
         "spills": int(re.search(r"(\d+) bytes spill stores, \d+ bytes spill loads\n", assembly).group(1)),
         "wgmma": len(re.findall(r"wgmma\.mma_async\.sync", assembly)),
         "waits": re.findall(r"wgmma\.wait_group\.sync\.aligned (\d)", assembly),

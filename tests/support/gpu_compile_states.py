@@ -69,7 +69,17 @@ def without_fence():
         return JOBS["qwen3-next"]()
 
 
-PROMPTS = {"axes": (2048,), "rows": 4}
+def beside_even_places():
+    """Two numbers of tokens are loaded at once wherever a chunk begins."""
+    from gpu_mistakes import plant
+
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, Plant("load_numbers", "layout == COLUMN", "layout is None"))
+        jax.clear_caches()
+        return JOBS["odd-space-chunks"]()
+
+
+PROMPTS, ODD = {"axes": (2048,), "rows": 4}, {"axes": (77,), "rows": 3}
 JOBS = {
     "qwen3-next": lambda: delta((32, 16)),
     "kimi-linear": lambda: delta((32, 32), channels=True),
@@ -87,8 +97,14 @@ JOBS = {
     "nemotron-h-prompts": lambda: space((128, 8), **PROMPTS),
     "granite-4-prompts": lambda: space((48, 1), stored=jnp.bfloat16, **PROMPTS),
     "falcon-h1-prompts": lambda: space((32, 1), keys=256, **PROMPTS),
+    # Heads, tokens and sizes such that what begins at an even place, or at a multiple of four, does so by no accident.
+    "odd-space-chunks": lambda: space((5, 5), keys=64, **ODD),
+    "odd-delta-chunks": lambda: delta((5, 5), keys=64, values=64, **ODD),
+    "odd-space-tokens": lambda: space((5, 1), keys=96, values=48, stored=jnp.bfloat16, **ODD),
+    "odd-delta-tokens": lambda: delta((5, 5), keys=40, values=64, channels=True, stored=jnp.bfloat16, **ODD),
     "control-not-donated": lambda: delta((32, 16), donate=False),
     "control-no-fence": without_fence,
+    "control-misaligned": beside_even_places,
 }
 
 

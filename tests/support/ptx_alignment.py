@@ -1,0 +1,95 @@
+"""Find accesses in PTX that nothing in its text says are aligned: what a GPU dies of, and no interpreter sees."""
+
+import re
+
+MOST = 1 << 32  # as much as anybody asks of an address
+SHARED_MEMORY = 1024  # where the driver lets a thread block's own begin
+BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
+BULK_TENSOR, BULK, BARRIER, MATRIX = 128, 16, 8, 16  # of places in shared memory
+
+INSTRUCTION = re.compile(r"^\s*(?:@!?%?\w+\s+)?([a-z]\w*)((?:[.:]+\w+)*)\s+([^;]*);", re.MULTILINE)
+OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]]+")
+PARAMETER = re.compile(r"\.param\b[^,)]*?\.align (\d+)[^,)]*?\s(\w+)(?:\[|[,\n)])")
+
+
+def find_misaligned(assembly: str) -> list[str]:
+    """Returns the loads, stores and bulk copies whose addresses need not be multiples of what they take at once."""
+    known = _Multiples(assembly)
+    return [text for text, address, size in _accesses(assembly) if known.of_address(address) % size]
+
+
+def _instructions(assembly: str):
+    for match in INSTRUCTION.finditer(assembly):
+        operands = [part.strip() for part in OPERAND.findall(match[3]) if part.strip()]
+        yield match[0].strip(), match[1], match[2].replace(":", ".").split(".")[1:], operands
+
+
+def _accesses(assembly: str):
+    """Yields each access's text, its address, and of what that has to be a multiple."""
+    for text, op, modifiers, operands in _instructions(assembly):
+        places = [part for part in operands if part.startswith("[")]
+        if op in ("ld", "st", "red", "atom") and "param" not in modifiers:
+            lanes = next((int(m[1:]) for m in modifiers if re.fullmatch(r"v\d", m)), 1)
+            kind = next(m for m in reversed(modifiers) if re.fullmatch(r"[bfsu]\d+|bf16x2|f16x2", m))
+            yield text, places[0], lanes * (4 if kind.endswith("x2") else BYTES[kind.lstrip("bfsu")])
+        elif op in ("ldmatrix", "stmatrix"):
+            yield text, places[0], MATRIX
+        elif op == "mbarrier":
+            yield text, places[0], BARRIER
+        elif op == "cp" and "bulk" in modifiers and places:
+            if "tensor" in modifiers:  # the other end is a descriptor's, which its maker checks
+                shared = [p for p in places if "," not in p and not p.startswith("[%rd")]
+                for nth, place in enumerate(shared):
+                    yield text, place, BARRIER if nth else BULK_TENSOR
+            else:
+                yield from ((text, place, BULK) for place in places[:2])
+
+
+class _Multiples:
+    """Of which power of two each register is a multiple, whatever path led there."""
+
+    def __init__(self, assembly: str):
+        self.known = {name: int(align) for align, name in PARAMETER.findall(assembly)}
+        self.known |= dict.fromkeys(re.findall(r"\.shared\s[^;]*?(\w+)(?:\[\d*\])?;", assembly), SHARED_MEMORY)
+        steps = [step[1:] for step in _instructions(assembly) if step[3]]
+        changed = True
+        while changed:  # from the most downwards
+            changed = False
+            for op, modifiers, (target, *sources) in steps:
+                for register in re.findall(r"%\w+", target if not target.startswith("[") else ""):
+                    found = self._result(op, modifiers, sources)
+                    if found < self.known.get(register, MOST):
+                        self.known[register], changed = found, True
+
+    def of(self, operand: str) -> int:
+        if re.fullmatch(r"-?\d+|0x[0-9A-Fa-f]+", operand):
+            return min(MOST, (value := int(operand, 0)) & -value or MOST)
+        if operand.startswith("%"):
+            # Threads and blocks have any number; registers are in no way bound until something is found.
+            return 1 if re.match(r"%\w+\.", operand) or not re.search(r"\d", operand) else self.known.get(operand, MOST)
+        return self.known.get(operand, 1)
+
+    def of_address(self, place: str) -> int:
+        return min(self.of(part.strip()) for part in place.strip("[]").split("+"))
+
+    def _result(self, op: str, modifiers: list[str], sources: list[str]) -> int:
+        if op == "ld" and "param" in modifiers:
+            return self.of_address(sources[0])
+        if op == "mov" and sources[0].startswith("{"):
+            return self.of(sources[0].strip("{} ").split(",")[0].strip())
+        if not sources or any(source.startswith(("{", "[")) for source in sources) or "hi" in modifiers:
+            return 1
+        if op == "selp":
+            return min(map(self.of, sources[:2]))
+        found = [self.of(source) for source in sources]
+        if op in ("mov", "cvt", "cvta", "neg", "add", "sub", "or", "xor", "min", "max", "rem"):
+            return min(found)
+        if op == "and":
+            return max(found)
+        if op in ("mul", "mad"):
+            return min(found[0] * found[1], *found[2:], MOST)
+        if op == "shl" and sources[1].isdigit():
+            return min(found[0] << int(sources[1]), MOST)
+        if op == "shr" and sources[1].isdigit():
+            return max(found[0] >> int(sources[1]), 1)
+        return 1
