@@ -19,6 +19,7 @@ import collections
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -36,7 +37,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from _harness import RESULTS, commit, table, write
-from gpu_book import Book, in_processes, run_tasks, words
+from gpu_book import Book, cache_of_programs, in_processes, parts_of, run_tasks, words
 from gpu_check import KERNELS, check
 from gpu_contenders import Contender, compile_ahead, contenders, give_back, lowered, seconds_of, step_of
 from gpu_states import LAYERS, Shape, measure_step, steps_of
@@ -98,14 +99,8 @@ def in_phases(options: argparse.Namespace, until: float) -> str | int:
             wrong = gather_checks(options, found)
         if options.check:
             return wrong
-        cache = {
-            "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-        count = max(1, min(14, (os.cpu_count() or 2) - 2))
-        tasks = [[*arguments, "--compile", str(i), str(count)] for i in range(count)]
-        run_tasks(tasks, until, cache)
+        cache = cache_of_programs(folder)
+        run_tasks(parts_of(arguments), until, cache)
         return in_processes([*arguments, "--unchecked"], until, cache) or wrong
 
 
@@ -272,7 +267,7 @@ def side_by_side(
 
         book.attempt(what, one, patience)
         measured += len(prepared)
-        if prepared and name == "ours" and (closely or row["what"] == "model"):
+        if prepared and name == "ours" and row["block"] in (16, 32, 64):
             profiled = functools.partial(kernel_seconds, prepared[0])
             book.attempt(what | {"what": "kernels", "of": row["what"]}, profiled, patience)
         prepared.clear()
@@ -292,21 +287,29 @@ def speed(model: Model | None, point: Point, read: float | None, seconds: float)
 
 
 def kernel_seconds(contender: Contender) -> dict[str, Any]:
-    """Of each kernel that one run starts, by name: how often, and the mean of its seconds on the device; and the
-    seconds of all of them for a call."""
+    """Of each kernel that a run starts, by name: how often, and the mean of its seconds on the device; the seconds of
+    all of them for a call; and for how long the device waited between them, within a run and between two."""
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = options.host_tracer_level = 0
         with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready(contender.run())
-        spent = collections.defaultdict(list)
+            for _ in range(2):
+                out = contender.run()
+            jax.block_until_ready(out)
+        spent, times = collections.defaultdict(list), []
         for file in pathlib.Path(folder).rglob("*.xplane.pb"):
             for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
                 for line in plane.lines if "/device:GPU" in plane.name else ():
                     for event in line.events if "Stream" in line.name else ():
                         spent[event.name].append(event.duration_ns / 1e9)
-    kernels = {name: [len(times), sum(times) / len(times)] for name, times in spent.items()}
-    return {"device_seconds": sum(sum(times) for times in spent.values()) / contender.calls, "kernels": kernels}
+                        times.append((event.start_ns / 1e9, event.start_ns / 1e9 + event.duration_ns / 1e9))
+    kernels = {name: [len(times) / 2, sum(times) / len(times)] for name, times in spent.items()}
+    times.sort()
+    waits = sorted((later[0] - before[1] for before, later in itertools.pairwise(times)), reverse=True)
+    return {
+        "device_seconds": sum(sum(times) for times in spent.values()) / contender.calls / 2,
+        "longest_waits": waits[:3], "waits": sum(waits[1:]) / max(len(waits) - 1, 1), "kernels": kernels,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

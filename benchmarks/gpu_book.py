@@ -96,6 +96,22 @@ def watchdog(what: str, seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
+def cache_of_programs(folder: str) -> dict[str, str]:
+    """Returns the environment of processes that share what they compile."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def parts_of(arguments: Sequence[str]) -> list[list[str]]:
+    """Returns the arguments of the processes that share out compiling, as many as the cores allow: each is told which
+    of how many it is."""
+    count = max(1, min(14, (os.cpu_count() or 2) - 2))
+    return [[*arguments, "--compile", str(i), str(count)] for i in range(count)]
+
+
 def device_answers() -> bool:
     """Whether it still adds: after a bad access to memory nothing in the process does."""
     try:

@@ -66,8 +66,9 @@ def calls_of(attend: Callable, q, pools, *rest, expected: float, scale: float = 
 
 
 def number_of_calls(pools, expected: float) -> int:
-    """Returns how many calls a program makes, one pool after the other."""
-    return max(len(pools), 8) if expected < 0.01 else len(pools)
+    """Returns how many calls a program makes, one pool after the other: about as many as a model has layers, for
+    between programs the device waits, some 0.1 ms."""
+    return max(len(pools), min(32, int(0.1 / expected)), 1)
 
 
 def compile_calls(attend: Callable, count: int, q, pools, *rest):
@@ -251,7 +252,7 @@ def contenders(point: Point, who: Rivals, interpret=None) -> Iterator[tuple[str,
         yield "cudnn", against(by_cudnn, functools.cache(in_order))
     if not point.ragged:
         yield "torch", lambda: by_torch(point)
-    if point.kv_bytes < 1e9:
+    if point.kv_bytes < 1e9 and point.new == 1:
         yield "xla", against(functools.partial(testing.run, xla.paged_attention), pools, *step)
 
 
