@@ -76,6 +76,7 @@ def check_states(nth: int, interpret: Any) -> dict[str, Any]:
     most = most if interpret is None else 2
     if most == 70:  # in chunks
         space = dataclasses.replace(space, keys=128, values=64)
+        small = chosen.choice((small, Shape(heads=4, groups=2)))
     shape = chosen.choice((small, space)) if interpret is None else dataclasses.replace(space, keys=32, values=16)
     new = np.array([chosen.randint(0, most) for _ in range(rows)])
     new[0] = max(new[0], 1)
