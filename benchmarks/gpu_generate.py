@@ -17,6 +17,7 @@ import functools
 import importlib.metadata
 import os
 import pathlib
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             options.results = pathlib.Path(folder)
             raise SystemExit(run(options, time.time() + 3600))
-    raise SystemExit(in_processes(until) if options.worker is None else run(options, until))
+    raise SystemExit(in_processes(sys.argv[1:], until) if options.worker is None else run(options, until))
 
 
 def run(options: argparse.Namespace, until: float) -> str | int:
