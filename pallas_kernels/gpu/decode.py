@@ -24,7 +24,7 @@ from jax import lax
 
 from pallas_kernels.common.masks import is_visible
 from pallas_kernels.gpu import tuning
-from pallas_kernels.gpu.dequantize import arrivals, load_scales, slots_and_wide, widen
+from pallas_kernels.gpu.dequantize import arrivals, join, load_scales, slots_and_wide, widen, widened
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
@@ -76,10 +76,13 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
     group = num_heads // num_kv_heads
     tokens, stages = tile.tokens, tile.stages
     pieces, spans = tile.pieces(kv.shape[3]), copied_spans(head_dim)
+    # Keys of 8 bits are widened into an operand in registers, where those are enough; the interpreter refuses that.
+    from_registers = quantized and interpret is None and head_dim <= 256
 
     def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, *others, scratch):
         scale_ref, *others = others if quantized else (None, *others)
         (q_s, k_s, v_s, p_s, rows_s, *wide), (q_ready, k_ready, v_ready, k_free, v_free) = scratch
+        wide_s, scales_s = wide or (None, None)
         sinks_ref, *others = (None, *others) if sinks is None else others
         mask_ref, *others = (None, *others) if token_mask is None else others
         part_ref, part_lse_ref, out_ref, lse_ref = others if into is None else (*others[2:], *others[:2])
@@ -118,6 +121,14 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                 q_s.at[:, span].T[...] = plgpu.load(rows_s.at[nth].T, layout=LAYOUT, optimized=False)
             plgpu.commit_smem()
 
+            def multiply_from_registers(keys):
+                """Products of keys of 8 bits with the queries, 64 tokens at a time, so that two thread blocks fit."""
+                parts = []
+                for token in range(0, tokens, 64):
+                    wide_keys = widened(keys.at[pl.ds(token, 64)], q.dtype, format, in_pairs=True)
+                    parts.append(accumulate(interpret, full((64, columns), 0.0, LAYOUT), wide_keys, q_s.T))
+                return join(parts)
+
             def step(i, carry):
                 acc, m, total = carry
                 slot = lax.rem(i, jnp.int32(stages))
@@ -126,23 +137,25 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                 )  # the position of the tile's first token
                 plgpu.barrier_wait(k_ready.at[slot])
                 keys, values = k_s.at[slot], v_s.at[slot]
-                if quantized:
-                    keys, values, scales_s = wide
-                    key_scales, value_scales = load_scales(scales_s.at[slot], format)
-                    widen(k_s.at[slot], keys, format)
+                if quantized and not from_registers:
+                    keys = wide_s
+                    widen(k_s.at[slot], keys, format, in_pairs=interpret is None)
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(k_free.at[slot])
 
                 def keys_times_queries(acc_ref):
                     plgpu.wgmma(acc_ref, keys, q_s.T)
                     return acc_ref[...]
 
                 probe(interpret, keys, q_s)
-                s = pl.run_scoped(keys_times_queries, plgpu.ACC((tokens, columns), jnp.float32))
-                if not quantized:
-                    plgpu.barrier_arrive(k_free.at[slot])
+                if from_registers:
+                    s = multiply_from_registers(keys)
                 else:
+                    s = pl.run_scoped(keys_times_queries, plgpu.ACC((tokens, columns), jnp.float32))
+                if quantized:  # the scales only now: the operand takes the registers
+                    key_scales, value_scales = load_scales(scales_s.at[slot], format)
                     s = s * lax.broadcast_in_dim(key_scales, s.shape, [0])
+                    probe(interpret)
+                plgpu.barrier_arrive(k_free.at[slot])
                 s = logits_base2(s, scale, cap if soft_cap else None)
                 s = jnp.where(seen_by_column(s.shape, first), s, -jnp.inf)
                 m, old = jnp.maximum(m, s.max(axis=0)), m
@@ -157,7 +170,8 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
 
                 plgpu.barrier_wait(v_ready.at[slot])
                 if quantized:
-                    widen(v_s.at[slot], values, format)
+                    values = wide_s
+                    widen(v_s.at[slot], values, format, in_pairs=interpret is None)
                 else:
 
                     @pl.when((first < first_seen) | (first + tokens > length))
@@ -208,7 +222,7 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                 window_mask,
                 (Ring(k_s, k_ready, k_free), Ring(v_s, v_ready, v_free, values=1)),
                 in_warps=not varies(kv),
-                scales=(scale_ref, wide[2]) if quantized else None,
+                scales=(scale_ref, scales_s) if quantized else None,
             )
 
     def paged_decode_split(*refs):  # the name that profiles and dumps show
@@ -220,7 +234,7 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
             plgpu.SMEM((columns, tokens), q.dtype, transforms=OPERAND),
             # The queries as they come, and in the end the output.
             plgpu.SMEM((len(spans), columns, spans[0].size), q.dtype),
-            *wide,
+            *wide[1:],  # K and V have one in turn
         )
         k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(format, pieces))
         free = plgpu.Barrier(num_barriers=stages)

@@ -8,15 +8,65 @@ come with the keys. A key's is applied to its logits and a value's to its weight
 import itertools
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common.quantization import StorageFormat
 from pallas_kernels.gpu.tiles import LAYOUT, OPERAND, Tile
 
 FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2")
 SCALES_AT_ONCE = 32  # a bulk copy into shared memory begins on 128 bytes
+
+
+def _scaled(shift: int, mask: int, factor: int, dtype: str) -> str:
+    """PTX of 8-bit floats: sign, exponent and fraction go where `dtype` has them, and a factor makes up for the bias.
+    That is exact, below the least normal number too; bits of NaN and infinity give finite numbers."""
+    return f"""{{
+        .reg .b32 both, factor;
+        prmt.b32 both, $1, 0, 0x9180;
+        shl.b32 both, both, {shift};
+        and.b32 both, both, {mask:#x};
+        mov.b32 factor, {factor:#x};
+        mul.{dtype} $0, both, factor;
+        }}"""
+
+
+# PTX that makes two 16-bit numbers of the two bytes in the low half of a register.
+PAIRS = {
+    # 128 and the low seven bits, less 128 or, of a negative number, 256: the sign is the exponent's last bit.
+    ("int8", "bfloat16"): """{
+        .reg .b32 both, low, high;
+        prmt.b32 both, $1, 0x43004300, 0x7150;
+        and.b32 low, both, 0xff7fff7f;
+        and.b32 high, both, 0xff80ff80;
+        sub.bf16x2 $0, low, high;
+        }""",
+    # 1024 + 128 and the number.
+    ("int8", "float16"): """{
+        .reg .b32 both, base;
+        prmt.b32 both, $1, 0x64006400, 0x7150;
+        xor.b32 both, both, 0x00800080;
+        mov.b32 base, 0x64806480;
+        sub.f16x2 $0, both, base;
+        }""",
+    ("float8_e4m3fn", "bfloat16"): _scaled(4, 0x87F087F0, 0x7B807B80, "bf16x2"),  # 2 ** 120
+    ("float8_e4m3fn", "float16"): _scaled(7, 0xBF80BF80, 0x5C005C00, "f16x2"),  # 2 ** 8
+    ("float8_e5m2", "bfloat16"): _scaled(5, 0x8FE08FE0, 0x77807780, "bf16x2"),  # 2 ** 112
+    # The upper byte of its float16, NaN and infinity as well: those become the largest that there is.
+    ("float8_e5m2", "float16"): """{
+        .reg .b32 both, most, least;
+        prmt.b32 both, $1, 0, 0x1202;
+        mov.b32 most, 0x7b007b00;
+        mov.b32 least, 0xfb00fb00;
+        min.f16x2 both, both, most;
+        max.f16x2 $0, both, least;
+        }""",
+}
 
 
 def slots_and_wide(storage_dtype, dtype, format: StorageFormat, tile: Tile, head_dim: int) -> tuple:
@@ -45,8 +95,8 @@ def settle_scales(scales, format: StorageFormat) -> None:
     scales.at[0][...], scales.at[1][...] = load_scales(scales, format)
 
 
-def widen(stored, wide, format: StorageFormat, *, share=0, shares: int = 1) -> None:
-    """A tile as the matrix unit wants it. What no kernel stores, NaN and infinity, becomes 0.
+def widen(stored, wide, format: StorageFormat, *, in_pairs: bool = False, share=0, shares: int = 1) -> None:
+    """A tile as the matrix unit wants it. What no kernel stores, NaN and infinity, becomes finite.
 
     With `shares` warpgroups at it, each does the part that is its `share`.
     """
@@ -57,8 +107,47 @@ def widen(stored, wide, format: StorageFormat, *, share=0, shares: int = 1) -> N
         @pl.when(share == i % shares)
         def _(token=token, column=column):
             part = (pl.ds(token, 64), pl.ds(column, 64))
-            x = plgpu.load(stored.at[part], layout=plgpu.Layout.WGMMA_UPCAST_2X)
-            if format.float8 is not None:
-                x = jax.lax.bitcast_convert_type(x, format.declared_dtype).astype(jnp.float32)
-                x = jnp.where((x <= format.largest) & (x >= -format.largest), x, 0.0)
-            wide.at[part][...] = plgpu.layout_cast(x.astype(wide.dtype), LAYOUT)
+            wide.at[part][...] = widened(stored.at[part], wide.dtype, format, in_pairs=in_pairs)
+
+
+def widened(stored, dtype, format: StorageFormat, *, in_pairs: bool):
+    """A part of a tile in registers, as `LAYOUT` says: `in_pairs`, which is not for the interpreter, or else as Pallas
+    does it. Of int8 that is by way of registers that neighbours exchange, and else of float32, one by one."""
+    if in_pairs:
+        return _widen_pairs(plgpu.load(stored, layout=LAYOUT), jnp.dtype(dtype), format)
+    x = plgpu.load(stored, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    if format.float8 is not None:
+        x = jax.lax.bitcast_convert_type(x, format.declared_dtype).astype(jnp.float32)
+        x = jnp.where((x <= format.largest) & (x >= -format.largest), x, 0.0)
+    return plgpu.layout_cast(x.astype(dtype), LAYOUT)
+
+
+def _widen_pairs(x, dtype, format: StorageFormat):
+    """Bytes in registers as 16-bit numbers. Two are loaded together, into what becomes one register of both."""
+    program = PAIRS[format.name, dtype.name]
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=plgpu.ShapeDtypeStruct(x.shape, dtype, layout=LAYOUT))
+    def widen_pairs(_, x):
+        i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
+        pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
+        registers = np.empty_like(x.registers)
+        for at, register in np.ndenumerate(x.registers):
+            both = vector.extract(vector.bitcast(ir.VectorType.get((1,), i16), register), [], [0])
+            wide = llvm.inline_asm(i32, [arith.extui(i32, both)], program, "=r,r")
+            registers[at] = vector.bitcast(pair, vector.broadcast(ir.VectorType.get((1,), i32), wide))
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return widen_pairs(x)
+
+
+def join(parts):
+    """Products of 64 tokens each as one of all, without the interpreter."""
+    (rows, columns), dtype = parts[0].shape, parts[0].dtype
+    shape = plgpu.ShapeDtypeStruct((rows * len(parts), columns), dtype, layout=LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(parts), return_type=shape)
+    def put_behind_each_other(_, *parts):
+        registers = np.concatenate([x.registers for x in parts])
+        return mgpu.FragmentedArray(_registers=registers, _layout=parts[0].layout, _is_signed=None)
+
+    return parts[0] if len(parts) == 1 else put_behind_each_other(*parts)

@@ -54,14 +54,23 @@ def decode_plan(head_dim: int, columns: int, itemsize: int = 2) -> DecodePlan:
     if itemsize == 2 and (plan := TUNED_DECODE.get((here, head_dim, columns))):
         return plan
     # Two thread blocks a multiprocessor, if they fit, hide each other's waits; the slots share what memory that leaves.
-    stage = 2 * 64 * head_dim * itemsize
-    rest = columns * (64 + head_dim * 2) * 2 + 4096
-    if itemsize == 1:  # scales, and a tile of each to multiply
-        stage, rest = stage + 2 * 64 * 4, rest + 2 * 64 * head_dim * 2
-    # 32 columns take too many registers.
-    blocks = 2 if columns < 32 and 2 * (4 // itemsize * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED else 1
-    stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, 16 // itemsize // blocks)
-    return DecodePlan(Tile(tokens=64, stages=stages), num_blocks=blocks * here[1])
+    # Of bytes a tile has twice the tokens, where registers allow: what is done once a tile takes as long as with more.
+    tokens = 128 if itemsize == 1 and head_dim <= 128 and columns <= 8 else 64
+    stage = 2 * tokens * head_dim * itemsize
+    rest = columns * (tokens + head_dim * 2) * 2 + 4096
+    if itemsize == 1:  # scales, and a tile to multiply
+        stage, rest = stage + 2 * tokens * 4, rest + tokens * head_dim * 2
+    # 32 columns take too many registers, or 24 beside an operand.
+    in_flight = 256 // (tokens * itemsize)
+    blocks = (
+        2
+        if columns <= (24 if itemsize == 2 else 16)
+        and 2 * (in_flight * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED
+        else 1
+    )
+    most = 1024 // (tokens * itemsize) // blocks
+    stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, most)
+    return DecodePlan(Tile(tokens=tokens, stages=stages), num_blocks=blocks * here[1])
 
 
 class Split(NamedTuple):

@@ -86,18 +86,11 @@ MISTAKES = {
     "decode: K's slot released before the product": (
         DECODE["ring"],
         {"race"},
+        Plant("split", "plgpu.barrier_arrive(k_free.at[slot])", ""),
         Plant(
             "split",
             "plgpu.barrier_wait(k_ready.at[slot])",
             "plgpu.barrier_wait(k_ready.at[slot])\nplgpu.barrier_arrive(k_free.at[slot])",
-        ),
-        Plant(
-            "split",
-            "if not quantized:\n"
-            "    plgpu.barrier_arrive(k_free.at[slot])\n"
-            "else:\n"
-            "    s = s * lax.broadcast_in_dim(key_scales, s.shape, [0])",
-            "if quantized:\n    s = s * lax.broadcast_in_dim(key_scales, s.shape, [0])",
         ),
     ),
     "decode: V's slot released before the product": (

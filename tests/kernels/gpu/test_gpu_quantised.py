@@ -1,10 +1,15 @@
 """The GPU kernels over quantised pools: any bits under NaN scales in everything that must not be read."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from gpu_mistakes import SOURCES, outcome_with, unless_on_a_gpu
 from nightly import NIGHTLY
 from planting import Plant
 from trials import QUANTISED_DECODE, QUANTISED_PREFILL
+
+from pallas_kernels import gpu
+from pallas_kernels.gpu import dequantize
 
 TRIALS = {f"decode, {name}": trial for name, trial in QUANTISED_DECODE.items()}
 TRIALS |= {f"prefill, {name}": trial for name, trial in QUANTISED_PREFILL.items()}
@@ -47,12 +52,12 @@ MISTAKES = {
     "decode: K's slot released before it is widened": (
         RING,
         {"race", "wrong"},
+        Plant("split", "plgpu.barrier_arrive(k_free.at[slot])", ""),
         Plant(
             "split",
             "plgpu.barrier_wait(k_ready.at[slot])",
             "plgpu.barrier_wait(k_ready.at[slot])\nplgpu.barrier_arrive(k_free.at[slot])",
         ),
-        Plant("split", "plgpu.commit_smem()\nplgpu.barrier_arrive(k_free.at[slot])", "plgpu.commit_smem()"),
     ),
     "prefill: one consumer's share not awaited": (
         PREFILL_RING,
@@ -82,6 +87,48 @@ MISTAKES_BY_DAY = ("the scale of another token", "scales read before they arrive
 def test_against_numpy(name, interpret, monkeypatch):
     TRIALS[name].use_plans(monkeypatch)
     TRIALS[name].check(interpret)
+
+
+def emulate(program, x):
+    """What a program of PTX, of the few instructions that ours have, makes of registers `u32[n]`."""
+    kept = {"$1": x}
+    for line in (line.strip().rstrip(";") for line in program.strip().splitlines()[2:-1]):
+        name, arguments = line.split(" ", 1)
+        to, *given = (word.strip() for word in arguments.split(","))
+        values = [kept[word] if word in kept else np.full_like(x, int(word, 0)) for word in given]
+        name, _, type_ = name.rpartition(".")
+        if name == "prmt":
+            of_both = np.stack([x[:, None].view(np.uint8) for x in values[:2]], axis=1).reshape(len(x), 8)
+            chosen = [int(given[2], 0) >> 4 * i & 15 for i in range(4)]
+            signs = (of_both.view(np.int8) >> 7).view(np.uint8)
+            picked = np.stack([(signs if i & 8 else of_both)[:, i & 7] for i in chosen], axis=1)
+            kept[to] = np.ascontiguousarray(picked).view(np.uint32)[:, 0]
+        elif type_ == "b32":
+            kept[to] = {"mov": lambda x: x, "and": np.bitwise_and, "xor": np.bitwise_xor, "shl": np.left_shift}[name](
+                *values
+            )
+        else:
+            halves = [x.view({"bf16x2": jnp.bfloat16, "f16x2": np.float16}[type_]) for x in values]
+            with np.errstate(invalid="ignore"):
+                made = {"sub": np.subtract, "mul": np.multiply, "min": np.fmin, "max": np.fmax}[name](*halves)
+            kept[to] = made.view(np.uint32)
+    return kept["$0"]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), dequantize.PAIRS)
+def test_bytes_widened_in_pairs(kind, dtype):
+    """Every byte is the number that it stands for, in either place. What is not stored, NaN and infinity, is finite."""
+    low, high = (x.ravel().astype(np.uint32) for x in np.meshgrid(np.arange(256), np.arange(256)))
+    pairs = emulate(dequantize.PAIRS[kind, dtype], low | high << 8).view(jnp.dtype(dtype)).reshape(-1, 2)
+    stored = np.stack([low, high], axis=1).astype(np.uint8).view(jnp.dtype(kind)).astype(np.float32)
+    finite = np.isfinite(stored)
+    assert (pairs.astype(np.float32)[finite] == stored[finite]).all()
+    assert np.isfinite(pairs.astype(np.float32)).all()
+    assert finite.sum() >= 0.9 * finite.size
+
+
+def test_all_formats_are_widened_in_pairs():
+    assert set(dequantize.PAIRS) == {(kind, dtype) for kind in gpu.FORMATS for dtype in ("bfloat16", "float16")}
 
 
 @unless_on_a_gpu
