@@ -95,7 +95,7 @@ def settle_scales(scales, format: StorageFormat) -> None:
     scales.at[0][...], scales.at[1][...] = load_scales(scales, format)
 
 
-def widen(stored, wide, format: StorageFormat, *, in_pairs: bool = False, share=0, shares: int = 1) -> None:
+def widen(stored, wide, format: StorageFormat, *, in_pairs: bool, share=0, shares: int = 1) -> None:
     """A tile as the matrix unit wants it. What no kernel stores, NaN and infinity, becomes finite.
 
     With `shares` warpgroups at it, each does the part that is its `share`.

@@ -147,7 +147,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
 
         def widen_together(stored, tile_s, which):
             """Each consumer does a share, and waits for the other's."""
-            widen(stored, tile_s, format, share=anew(warpgroup), shares=CONSUMERS)
+            widen(stored, tile_s, format, in_pairs=interpret is None, share=anew(warpgroup), shares=CONSUMERS)
             plgpu.commit_smem()
             plgpu.barrier_arrive(widened[which])
             plgpu.barrier_wait(widened[which])
@@ -214,7 +214,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             pl.when(anew(warpgroup) == 0)(lambda: settle_scales(wide[2].at[slot], format))
             for nth, span in enumerate(spans):
                 target = wide[0].at[nth, :, pl.ds(0, span.size)]
-                share = functools.partial(widen, k_s.at[slot, :, span], target, format)
+                share = functools.partial(widen, k_s.at[slot, :, span], target, format, in_pairs=interpret is None)
                 pl.when(anew(warpgroup) == nth)(share)
             plgpu.commit_smem()
             meet()
@@ -227,7 +227,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
                 if splits_columns:
                     meet()  # both have multiplied by the keys, which these overwrite
                     values = wide[0].at[anew(warpgroup)]
-                    widen(v_s.at[own_slot(slot)], values, format)
+                    widen(v_s.at[own_slot(slot)], values, format, in_pairs=interpret is None)
                     plgpu.commit_smem()
                 else:
                     values = wide[1]
