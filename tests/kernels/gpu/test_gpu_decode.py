@@ -146,7 +146,7 @@ MISTAKES = {
     "decode: the first KV head's queries for all": (
         DECODE["lengths"],
         {"wrong"},
-        Plant("split", "q_ref.at[place + t, *heads]", "q_ref.at[place + t, pl.ds(0, group)]"),
+        Plant("split", "q_ref.at[place + t, heads, span]", "q_ref.at[place + t, pl.ds(0, group), span]"),
     ),
     "decode: rows that see nothing not written": (
         DECODE["lengths"],
@@ -316,10 +316,10 @@ MISTAKES = {
         {"wrong"},
         Plant("walk_from", "jnp.maximum(tile - before, 0)", "jnp.where(tile > 0, tile - before, 0)"),
     ),
-    "decode: columns of another place in the head": (
-        DECODE["head_dim 80"],
-        {"wrong"},
-        Plant("decode:split", "head * 0", "head * 0 + 8"),
+    "decode: the head's first columns for all": (
+        Trial(Case((70,), (1,), 2, 1, 320, dtype="bfloat16")),
+        {"race"},
+        Plant("copied_spans", "pl.ds(first, width)", "pl.ds(0 * first, width)"),
     ),
 }
 MISTAKES_BY_DAY = (
