@@ -68,7 +68,7 @@ def calls_of(attend: Callable, q, pools, *rest, expected: float, scale: float = 
 def number_of_calls(pools, expected: float) -> int:
     """Returns how many calls a program makes, one pool after the other: about as many as a model has layers, for
     between programs the device waits, some 0.1 ms."""
-    return max(len(pools), min(32, int(0.1 / expected)), 1)
+    return max(len(pools), min(16, int(0.05 / expected)), 1)
 
 
 def compile_calls(attend: Callable, count: int, q, pools, *rest):
