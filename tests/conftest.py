@@ -4,7 +4,7 @@ import gc
 import os
 import pathlib
 
-from nightly import NIGHTLY
+from nightly import NIGHTLY, is_named
 
 # Most of the time went into the machine code of small programs that run once. By day LLVM does little for it; what is
 # fused, aliased and copied, which tests read from compiled programs, XLA decides before. Nor is a program cut into
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config, items):
     if gone := sorted(case for case in listed - there if case.partition("::")[0] in files):
         raise pytest.UsageError(f"{BY_NIGHT.name} lists tests that are not there: {', '.join(gone[:5])}")
     for item in items:
-        if item.nodeid in listed and item.nodeid not in config.args:  # a case that is named runs
+        if item.nodeid in listed and not is_named(item.nodeid, config.args, config.rootpath):
             item.add_marker(pytest.mark.skip(reason="by day cheaper cases of this test run"))
 
 

@@ -1,6 +1,10 @@
 """What runs by night alone is chosen by the times of a run by day."""
 
+import os
+import pathlib
+
 from choose_by_night import choose, read_seconds
+from nightly import is_named
 
 LOG = """
 3.00s call     tests/a.py::test_cases[0-x y]
@@ -29,3 +33,12 @@ def test_a_test_that_takes_long_runs_by_night():
         "tests/a.py::test_c": 5.0,
     }
     assert choose(seconds) == ["tests/a.py::test_alone"]
+
+
+def test_what_is_named_runs_by_day():
+    root, case = pathlib.Path(__file__).parents[1], "tests/a.py::test_cases[0-x y]"
+    for arg in (case, "tests/a.py::test_cases"):
+        assert is_named(case, ["tests/b.py", str(root / arg)], root)
+        assert is_named(case, [os.path.relpath(root / arg)], root)
+    for arg in ("tests", "tests/a.py", "tests/a.py::test_cases[1]", "tests/a.py::test_case"):
+        assert not is_named(case, [str(root / arg)], root)
