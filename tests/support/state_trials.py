@@ -177,7 +177,7 @@ TRIALS = {
         lengths=(20, 70), new=(20, 3), slots=(4, 3), **DELTA_CHUNKS | dict(sizes=(64, 128), heads=(2, 2)),
     ),
     "delta, chunks, the same keys": Trial(
-        lengths=(60,), new=(60,), slots=(4,), **DELTA_CHUNKS | dict(heads=(1, 1), close=2e-3), same_keys=True,
+        lengths=(60,), new=(60,), slots=(4,), **DELTA_CHUNKS | dict(heads=(1, 1), close=5e-3), same_keys=True,
     ),
     "delta, chunks, shared slots": Trial(
         lengths=(80, 30, 40), new=(20, 18, 16), slots=(4, 4, 6), to_slots=(8, 4, -1),
