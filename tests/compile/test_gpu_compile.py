@@ -344,7 +344,7 @@ def test_chunks_within_budget(name, states_report):
     assert step["target"] == "sm_90a" and step["spills"] == 0 and step["shared_memory"] <= 227_000
     # C B^T, C and the state, tokens' weights and inputs, inputs and B.
     assert step["wgmma"] == 8 + 2 * 8 + 2 * 4 + 2 * 2 * 4
-    assert step["bulk_copies"] == 6  # three inputs, ahead of the loop and in it
+    assert step["bulk_copies"] == 2 * 5  # three inputs, of which two in pieces of 64 keys, ahead of the loop and in it
     assert step["proxy_fences"] == 3  # inputs and the state laid out, weights and what the state gains, the output
     assert step["alias_bytes"] == step["pool_bytes"] and step["pool_copies"] == step["scatters"] == 0
     assert step["kernels"] == 2 and step["launches"] <= 12
@@ -359,12 +359,12 @@ def test_delta_chunks_within_budget(name, states_report):
     """Two thread blocks share a multiprocessor."""
     step, pieces = states_report[name], DELTA_CHUNKS[name] // 64
     # With 128 keys a thread lacks some registers, most of all for addresses: to be found.
-    assert step["target"] == "sm_90a" and step["spills"] <= (48 if pieces > 1 else 0)
+    assert step["target"] == "sm_90a" and step["spills"] <= (56 if pieces > 1 else 0)
     assert 2 * (step["shared_memory"] + 1024) <= 233_472 and 2 * 128 * step["registers"] <= 65_536
     # Keys with keys and queries; a join, which a loop does five times; the state with both; gains, what tokens get of
     # them, and the state. Four steps each for 64 numbers, of numbers in halves two times, or three.
     assert step["wgmma"] == 4 * (2 * pieces + 2 * 3 + 2 * 2 * pieces + 2 * 3 + 2 * pieces)
-    assert step["bulk_copies"] == 6  # three inputs, ahead of the loop and in it
+    assert step["bulk_copies"] == 2 * (2 * pieces + 1)  # keys, queries and values, ahead of the loop and in it
     assert step["proxy_fences"] == 7  # inputs; twice in a join; the state; what it lacks; gains; the output
     assert step["alias_bytes"] == step["pool_bytes"] and step["pool_copies"] == step["scatters"] == 0
     assert step["kernels"] == 2 and step["launches"] <= 12

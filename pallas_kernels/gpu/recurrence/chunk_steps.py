@@ -46,7 +46,11 @@ def operand(*shape: int):
 
 
 def landing(*shape: int):
-    """Shared memory for bulk copies that begin at any token."""
+    """Shared memory for bulk copies that begin at any token: 64 columns, or several such pieces.
+
+    A piece is a buffer of its own, no slice of a wider one: a load swizzles by the place in what it is given, a bulk
+    copy by the address, and only at multiples of 1,024 bytes are these one.
+    """
     return plgpu.SMEM((1, *shape), jnp.bfloat16, transforms=SINGLE_ROWS)
 
 
@@ -114,17 +118,17 @@ def load_numbers(ref: Any, token: jax.Array, count: jax.Array, layout: Any) -> j
     return jnp.where(place < count, x, jnp.zeros_like(x))
 
 
-def load_tokens(source: Any, piece: Any, count: jax.Array) -> jax.Array:
-    """Loads some columns of a chunk's inputs that landed. What is beyond its last token becomes 0."""
-    x = plgpu.load(source.at[:, piece], layout=LAYOUT, optimized=False)
+def load_tokens(source: Any, count: jax.Array) -> jax.Array:
+    """Loads a piece of a chunk's inputs that landed. What is beyond its last token becomes 0."""
+    x = plgpu.load(source, layout=LAYOUT, optimized=False)
     return jnp.where(index(x.shape, 0) < count, x, jnp.zeros_like(x))
 
 
 def lay_out(source: Any, target: Any, count: jax.Array) -> None:
-    """Moves a chunk's inputs to where the matrix unit reads them, as tiles: a chunk begins at any token, and bulk
-    copies of tiles at multiples of 8."""
-    for piece in split_keys(source.shape[1]):
-        target.at[:, piece][...] = load_tokens(source, piece, count)
+    """Moves a chunk's inputs, in pieces, to where the matrix unit reads them, as tiles: a chunk begins at any token,
+    and bulk copies of tiles at multiples of 8."""
+    for nth, piece in enumerate(split_keys(target.shape[1])):
+        target.at[:, piece][...] = load_tokens(source.at[nth], count)
 
 
 def put(x: jax.Array, targets: Any, piece: Any = slice(None)) -> None:

@@ -17,6 +17,7 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     CHUNK,
     COLUMN,
     LEAST_GATE,
+    PIECE,
     ROW,
     SQUARE,
     WIDTH,
@@ -83,7 +84,9 @@ def run_delta_chunks(
         def fetch_keys(token):
             landed = locate_buffers(buffers, first).landed
             for name, target in zip(("q", "k"), landed, strict=True):
-                plgpu.copy_gmem_to_smem(given[name].at[pl.ds(token, CHUNK), key_head], target, ready)
+                for nth, piece in enumerate(pieces):
+                    source = given[name].at[pl.ds(token, CHUNK), key_head, piece]
+                    plgpu.copy_gmem_to_smem(source, target.at[nth], ready)
 
         def fetch_values(token):
             target = locate_buffers(buffers, first).values
@@ -160,7 +163,7 @@ def run_delta_chunks(
             )
             plgpu.barrier_wait(values_ready)
             values_s = locate_buffers(buffers, first).values
-            lacks = (load_tokens(values_s, slice(None), anew(count)).astype(jnp.float32) - found) * load_beta()
+            lacks = (load_tokens(values_s, anew(count)).astype(jnp.float32) - found) * load_beta()
             left, right = squares()
             put(inverse, left)
             put(lacks, right)
@@ -191,12 +194,12 @@ def run_delta_chunks(
 
     def gated_delta_rule_chunks(*refs):  # the name that profiles and dumps show
         buffers = DeltaBuffers(
-            (landing(CHUNK, keys),) * 2,
+            (landing(len(pieces), CHUNK, PIECE),) * 2,
             (operand(CHUNK, keys),) * 2,
             (operand(max(keys, 2 * CHUNK), WIDTH),) * 2,
             landing(CHUNK, WIDTH),
         )
-        barriers = plgpu.Barrier(num_arrivals=2), plgpu.Barrier()
+        barriers = plgpu.Barrier(num_arrivals=2 * len(pieces)), plgpu.Barrier()
         scratch = buffers, plgpu.SMEM((CHUNK,), jnp.float32), barriers
         pl.run_scoped(lambda *scratch: kernel(*refs, *scratch), *scratch)
 

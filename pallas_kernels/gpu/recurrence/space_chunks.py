@@ -16,6 +16,7 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     CHUNK,
     COLUMN,
     LEAST_GATE,
+    PIECE,
     ROW,
     SQUARE,
     WIDTH,
@@ -77,12 +78,14 @@ def run_space_chunks(
         first, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
         span, group = pl.ds(part * WIDTH, WIDTH), lax.div(head, jnp.int32(num_heads // groups))
         rate = given["A"][head].astype(jnp.float32)
-        place = {"x": (head, span), "B": (group, slice(None)), "C": (group, slice(None))}
+        of_keys = [(group, piece) for piece in pieces]
+        copied = {"x": [(head, span)], "B": of_keys, "C": of_keys}
 
         def fetch(token):
             landed = locate_buffers(buffers, first).landed
-            for (name, at), target in zip(place.items(), landed, strict=True):
-                plgpu.copy_gmem_to_smem(given[name].at[pl.ds(token, CHUNK), *at], target, ready)
+            for (name, spots), target in zip(copied.items(), landed, strict=True):
+                for nth, at in enumerate(spots):
+                    plgpu.copy_gmem_to_smem(given[name].at[pl.ds(token, CHUNK), *at], target.at[nth], ready)
 
         def run_chunk(token, count, state, next_token):
             dt = given["dt"].at[head]
@@ -135,13 +138,13 @@ def run_space_chunks(
     def state_space_chunks(*refs):  # the name that profiles and dumps show
         sizes = (CHUNK, WIDTH), (CHUNK, keys), (CHUNK, keys)
         buffers = SpaceBuffers(
-            tuple(landing(*shape) for shape in sizes),
+            tuple(landing(width // PIECE, CHUNK, PIECE) for _, width in sizes),
             tuple(operand(*shape) for shape in sizes),
             (operand(CHUNK, keys),) * 2,
             (operand(*SQUARE),) * 2,
             landing(CHUNK, WIDTH),
         )
-        scratch = buffers, plgpu.SMEM((CHUNK,), jnp.float32), plgpu.Barrier(num_arrivals=len(sizes))
+        scratch = buffers, plgpu.SMEM((CHUNK,), jnp.float32), plgpu.Barrier(num_arrivals=1 + 2 * len(pieces))
         pl.run_scoped(lambda *scratch: kernel(*refs, *scratch), *scratch)
 
     return launch_chunks(

@@ -153,8 +153,8 @@ MISTAKES = {
     "delta chunks: what the state has": (
         "delta, chunks of one row", {"wrong"},
         Plant(
-            "run_delta_chunks", "load_tokens(values_s, slice(None), anew(count)).astype(jnp.float32) - found",
-            "load_tokens(values_s, slice(None), anew(count)).astype(jnp.float32)",
+            "run_delta_chunks", "load_tokens(values_s, anew(count)).astype(jnp.float32) - found",
+            "load_tokens(values_s, anew(count)).astype(jnp.float32)",
         ),
     ),
     "delta chunks: gains not forgotten": (
