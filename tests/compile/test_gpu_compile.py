@@ -136,7 +136,7 @@ def report():
 @pytest.fixture(scope="module")
 def states_report():
     """Everything that gpu_compile_states.py prints, by job."""
-    controls = ("control-not-donated", "control-no-fence", "control-misaligned") * NIGHTLY
+    controls = ["control-beside-swizzle", *["control-not-donated", "control-no-fence", "control-misaligned"] * NIGHTLY]
     return {
         name: found
         for job in printed_by("gpu_compile_states.py", *STATES, *CHUNKS, *DELTA_CHUNKS, *ODD, *controls)
@@ -370,16 +370,28 @@ def test_delta_chunks_within_budget(name, states_report):
     assert step["kernels"] == 2 and step["launches"] <= 12
 
 
+SHOWN = "control-misaligned", "control-beside-swizzle"
 ODD = ["odd-space-chunks", *["odd-delta-chunks", "odd-space-tokens", "odd-delta-tokens"] * NIGHTLY]
 
 
 def test_nothing_is_loaded_or_copied_beside_its_alignment(report, states_report):
     """A GPU dies of it, and no interpreter sees it."""
-    found = {name: step["misaligned"] for name, step in states_report.items() if name != "control-misaligned"}
+    found = {name: step["misaligned"] for name, step in states_report.items() if name not in SHOWN}
     of_attention = [said for step in report.values() for said in step.values() if isinstance(said, dict)]
     for nth, said in enumerate(of_attention):  # places in rings, of copies and barriers, it does not work out
         found[nth] = [text for text in said.get("misaligned", []) if not re.search(r"cp\.async|mbarrier", text)]
     assert len(found) > len(states_report) and not any(found.values())
+
+
+def test_all_swizzled_places_begin_with_the_pattern(report, states_report):
+    """Elsewhere a thread takes other numbers than a bulk copy put there; no interpreter sees it, nor a sanitizer."""
+    steps = [step for name, step in states_report.items() if name != "control-beside-swizzle"]
+    steps += [said for step in report.values() for said in step.values() if isinstance(said, dict)]
+    looked_at = [step for step in steps if "beside_swizzle" in step]
+    assert sum(step["swizzled"] > 0 for step in looked_at) > 5
+    assert not any(step["beside_swizzle"] for step in looked_at)
+    (found,) = states_report["control-beside-swizzle"]["beside_swizzle"]
+    assert "begins at a multiple of 128 bytes, not of 1024" in found
 
 
 @skip_by_day("negative controls of what is counted")

@@ -25,6 +25,7 @@ sys.path += [str(pathlib.Path(__file__).parents[2] / folder) for folder in ("ben
 from gpu_plans import FORMS, use_form
 from planting import Plant
 from ptx_alignment import find_misaligned
+from swizzle_alignment import record_slices
 
 import jaxkv
 import pallas_kernels
@@ -73,7 +74,7 @@ def compile_(f, *arguments, **options):
     """The compiled program, and per kernel: registers, spilled bytes, shared memory, and counts of instructions."""
     # Not MOSAIC_GPU_DUMP_TO, which writes the program down after each of the compiler's passes: most of the time.
     os.environ |= dict.fromkeys((f"MOSAIC_GPU_DUMP_{what}" for what in ("PTX", "PTXAS", "RESOURCES")), "1")
-    with standard_output() as resources:
+    with standard_output() as resources, record_slices() as (beside, looked_at):
         lowered = jax.jit(f, **options).lower(*arguments)
         sys.stdout.flush()
         resources.seek(0)
@@ -90,6 +91,7 @@ def compile_(f, *arguments, **options):
         identity = re.search(r'kernel_hash = "(.*?)", module', call).group(1)
         if identity not in COMPILED:
             COMPILED[identity] = described(printed[name]) | {"shared_memory": int(bytes_of_it)}
+            COMPILED[identity] |= {"beside_swizzle": sorted(set(beside)), "swizzled": len(looked_at)}
         kernels[name] = COMPILED[identity]
     return compiled, kernels
 

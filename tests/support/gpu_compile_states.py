@@ -8,12 +8,16 @@ import sys
 
 import gpu_compile
 import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 from gpu_compile import array, compile_, count_launches, fate
 from planting import Plant
+from swizzle_alignment import record_slices
 
 import pallas_kernels
+from pallas_kernels.gpu.tiles import LAYOUT, SINGLE_ROWS, store
 
 gpu_compile.KERNELS += ("gated_delta_rule_chunks", "gated_delta_rule", "state_space_chunks", "state_space")
 ROWS, SLOTS = 32, 65
@@ -79,6 +83,21 @@ def beside_even_places():
         return JOBS["odd-space-chunks"]()
 
 
+def beside_swizzle():
+    """The second half of lines is loaded from where it begins."""
+
+    def load_half(x_ref, y_ref, x_s, ready):
+        plgpu.copy_gmem_to_smem(x_ref, x_s, ready)
+        plgpu.barrier_wait(ready)
+        store(y_ref, plgpu.load(x_s.at[:, pl.ds(64, 64)], layout=LAYOUT, optimized=False))
+
+    scratch = [plgpu.SMEM((64, 128), jnp.bfloat16, transforms=SINGLE_ROWS), plgpu.Barrier()]
+    out = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    with record_slices() as (found, _):
+        jax.jit(plgpu.kernel(load_half, out_type=out, scratch_types=scratch)).lower(array((64, 128)))
+    return {"beside_swizzle": sorted(set(found))}
+
+
 PROMPTS, ODD = {"axes": (2048,), "rows": 4}, {"axes": (77,), "rows": 3}
 JOBS = {
     "qwen3-next": lambda: delta((32, 16)),
@@ -98,13 +117,14 @@ JOBS = {
     "granite-4-prompts": lambda: space((48, 1), stored=jnp.bfloat16, **PROMPTS),
     "falcon-h1-prompts": lambda: space((32, 1), keys=256, **PROMPTS),
     # Heads, tokens and sizes such that what begins at an even place, or at a multiple of four, does so by no accident.
-    "odd-space-chunks": lambda: space((5, 5), keys=64, **ODD),
+    "odd-space-chunks": lambda: space((5, 5), **ODD),
     "odd-delta-chunks": lambda: delta((5, 5), keys=64, values=64, **ODD),
     "odd-space-tokens": lambda: space((5, 1), keys=96, values=48, stored=jnp.bfloat16, **ODD),
     "odd-delta-tokens": lambda: delta((5, 5), keys=40, values=64, channels=True, stored=jnp.bfloat16, **ODD),
     "control-not-donated": lambda: delta((32, 16), donate=False),
     "control-no-fence": without_fence,
     "control-misaligned": beside_even_places,
+    "control-beside-swizzle": beside_swizzle,
 }
 
 
