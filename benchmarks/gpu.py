@@ -267,7 +267,7 @@ def side_by_side(
 
         book.attempt(what, one, patience)
         measured += len(prepared)
-        if prepared and name == "ours" and row["block"] in (16, 32, 64):
+        if prepared and name == "ours" and (closely or row["what"] == "model" or row["kind"]):
             profiled = functools.partial(kernel_seconds, prepared[0])
             book.attempt(what | {"what": "kernels", "of": row["what"]}, profiled, patience)
         prepared.clear()
