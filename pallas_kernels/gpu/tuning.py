@@ -22,7 +22,7 @@ MOST_COLUMNS = 32  # queries of one row and part of a KV head that decode takes,
 class DecodePlan:
     tile: Tile
     num_blocks: int  # thread blocks that fill the chip once
-    waves: int | None = None  # full loads of the chip to cut the rows into; None: `work.WAVES`
+    waves: int | None = None  # full loads of the chip to cut the rows into; None: see `work.Cutting`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,8 @@ def merge_blocks() -> int:
 def prefill_plan(head_dim: int, block_size: int, itemsize: int = 2) -> PrefillPlan:
     """The plan for the chip at hand, or for an H200 where there is none."""
     # Of heads of more than 256 shared memory holds the queries, and a tile of K and one of V at a time.
-    plan = PrefillPlan(Tile(tokens=128 if head_dim <= 128 else 64, stages=2 if head_dim <= 256 else 1))
+    tile = Tile(tokens=128 if head_dim <= 128 else 64, stages=2 if head_dim <= 256 else 1)
+    plan = PrefillPlan(tile, ahead=head_dim == 128)  # of an H200's measurements: see benchmarks/NOTES.md
     if itemsize == 2:
         plan = TUNED_PREFILL.get((chip(), head_dim), plan)
     if plan.tile.pieces(block_size) > 8:  # the producer's registers hold no more block ids

@@ -58,7 +58,7 @@ class Cutting(NamedTuple):
     tile_tokens: int
     wave: int  # the number of items that fill the chip once
     most_tiles: int  # of a row, as its table allows
-    waves: int | None = None  # how often items are to fill the chip, about; None: `WAVES`
+    waves: int | None = None  # how often items are to fill the chip, about; None: `WAVES`, and once for a single row
     deterministic: bool = False
 
 
@@ -93,7 +93,7 @@ def decode_items(
     """
     capacity, window_mask, tile_tokens, wave, most_tiles, waves, deterministic = cutting
     num_rows = lengths.shape[0]
-    waves = waves or WAVES
+    waves = waves or (1 if num_rows == 1 else WAVES)  # one row's items are all as long
     num_items, most = decode_capacity(num_rows, wave, most_tiles, waves)
     edges = fixed_edges(most_tiles) if deterministic else ()
     if deterministic:
