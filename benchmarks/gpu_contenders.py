@@ -1,8 +1,8 @@
 """Who takes part in `gpu.py`: steps of attention by several implementations, and a decode step of a whole model.
 
 A call's keys and values are other ones than the last call's, in a pool of their own as a model's layers have, so that
-the L2 cache does not answer for the memory. Everyone's time is the host's, around as many runs one behind the other as
-hide it; PyTorch's runs are a graph, so that its host is not what is measured.
+the L2 cache does not answer for the memory. Everyone's time is the host's, of what more runs one behind the other take
+longer; PyTorch's runs are a graph, so that its host is not what is measured.
 """
 
 import contextlib
@@ -41,16 +41,23 @@ class Contender:
 
 
 def seconds_of(run: Callable[[], Any], expected: float, wait: Callable[[Any], Any] = jax.block_until_ready) -> float:
-    """Median of five, each of as many runs one behind the other as take about 40 ms."""
-    times, repeats = [], max(1, min(200, int(0.04 / expected)))
-    wait(run())
-    for _ in range(5):
+    """Median of five differences between many runs one behind the other, about 60 ms of them, and a third of them.
+
+    So that is not counted which passes once, however many runs there are: on an H200 about 1 ms until the first kernel
+    of a program starts and the host sees the end of the last one.
+    """
+    repeats = max(1, min(200, int(0.02 / expected)))
+
+    def take(count: int) -> float:
         start = time.perf_counter()
-        for _ in range(repeats):
+        for _ in range(count):
             out = run()  # and no more than one is kept: a hundred outputs may be more than there is memory
         wait(out)
-        times.append((time.perf_counter() - start) / repeats)
-    return statistics.median(times)
+        return time.perf_counter() - start
+
+    take(1)
+    times = [(take(3 * repeats) - take(repeats)) / (2 * repeats) for _ in range(5)]
+    return max(statistics.median(times), 1e-9)  # of a tiny run elsewhere noise may be more
 
 
 def calls_of(attend: Callable, q, pools, *rest, expected: float, scale: float = 1.0) -> Contender:
