@@ -29,6 +29,48 @@ def measured(benchmark: str, wanted: dict | None = None) -> list[dict]:
     return found
 
 
+def said_of_gpus() -> dict[str, list[str]]:
+    """What the runs on an H200 say, in their order, of the lines that begin so."""
+    decoded, prefilled = ((64, 8192), (1, 131_072), (256, 512)), ((1, 2048), (1, 8192))
+
+    def rows(what: str, batch: int, context: int, *, block: int = 16, kind: str | None = None, **more) -> list[dict]:
+        shape = {"heads": [32, 8], "head_dim": 128, "ragged": False, "chunk": None, "block": block, "kind": kind}
+        return measured("gpu", shape | {"what": what, "batch": batch, "context": context} | more)
+
+    def faster(what: str, by: str, size: tuple[int, int]) -> list[float]:
+        """How many times as fast as another, in each run that had both."""
+        both = zip(rows(what, *size, by="ours"), rows(what, *size, by=by), strict=False)
+        return [theirs["seconds"] / ours["seconds"] for ours, theirs in both]
+
+    tables = json.loads((ROOT / "benchmarks/results/gpu.json").read_text())["rows"].values()
+    reads = [max(row["bytes_per_second"] for row in table if row["what"] == "read") for table in tables]
+    stored = 2 * 64 * 8192 * 8 * 128 * 2
+    small, llama = (
+        measured("gpu_generate", {"what": "decode", "model": model, "by": "ours", "rows": 8})[0]
+        for model in ("smollm2-135m", "llama-3.1-8b")
+    )
+    (several,) = measured("gpu_generate", {"form": "steps_per_dispatch=8"})
+    (int8,) = rows("decode", 64, 8192, block=32, kind="int8", by="ours")[1:]
+    return {
+        "GPU decode on an H200": [
+            f"{stored / row['device_seconds'] / read:.2f}"
+            for row, read in zip(rows("kernels", 64, 8192), reads, strict=True)
+        ]
+        + [f"{row['share']:.2f}" for size in decoded for row in rows("decode", *size, by="ours")]
+        + [f"{x:.2f}x" for size in decoded for x in faster("decode", "cudnn-paged", size)]
+        + [f"{x:.1f}x" for size in decoded for x in faster("decode", "triton", size)],
+        "GPU decode of the same": [f"{rows('decode', 64, 8192, by='ours')[1]['seconds'] / int8['seconds']:.2f}x"],
+        "GPU prefill on an H200": [
+            f"{x:.2f}" for size in prefilled for by in ("cudnn", "torch") for x in faster("prefill", by, size)
+        ]
+        + [f"{x:.2f}x" for x in faster("prefill", "torch", (4, 8192))],
+        "GPU steps of whole models": [
+            f"{small['tokens_per_second']:,.0f} tokens/s", f"{8e3 / several['step_ms']:,.0f}",
+            f"{llama['tokens_per_second']:,.0f}, {llama['share']:.2f} of the rate",
+        ],
+    }  # fmt: skip
+
+
 def said_of(line: str) -> list[str]:
     """What the results say that a line of the README's figures says, by how the line begins."""
 
@@ -132,7 +174,7 @@ def said_of(line: str) -> list[str]:
             for row in measured("quality", {"stored as": kind})
         ],
         "`generate`, 200 prompts": [],  # of several runs: see below
-    }  # fmt: skip
+    } | said_of_gpus()  # fmt: skip
     (found,) = (figures for start, figures in by_line.items() if line.startswith(f"| {start}"))
     return found
 
@@ -162,6 +204,9 @@ def test_the_readme_has_some_of_them():
         known |= set(figures)
     bullets = re.findall(r"^- \*\*([\d.]+x)\*\*", readme, re.MULTILINE)
     assert len(bullets) == 4 and set(bullets) <= known
+    (chip,) = re.findall(r"^- \*\*([\d.]+)\*\* of an NVIDIA H200's .* \*\*([\d.]+x)\*\*", readme, re.MULTILINE)
+    (line,) = (line for line in list_lines(TEXT) if line.startswith("| GPU decode on an H200"))
+    assert all(figure in line for figure in chip)
 
 
 def test_quality_is_what_was_measured():

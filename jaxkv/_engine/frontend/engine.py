@@ -67,7 +67,8 @@ class Engine(Closable, Servable, Resumable, Updatable):
       long_prefill_tokens: tokens of a step for prompts in their order while much shorter prompts wait, which get the
         rest; default: half of what decoding rows leave. With `step_tokens` all prompts are served in order.
       steps_per_dispatch: decode steps in one call of the device while no waiting request could begin. Requests
-        submitted meanwhile wait for them.
+        submitted meanwhile wait for them. For small models on a GPU, whose steps the host starts no faster than they
+        run: 8 made one of SmolLM2-135M 1.0 ms for 1.6 on an H200.
       seed: the seed of the random draws.
       logits_hook: `f(logits f32[S, V], rows) -> logits`, part of the compiled step, before temperature and filters.
         `rows` has `tokens` i32[S, max_seq_len], each row's tokens so far and then a number that is no token, `lengths`
