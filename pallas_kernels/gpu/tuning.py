@@ -22,7 +22,7 @@ MOST_COLUMNS = 32  # queries of one row and part of a KV head that decode takes,
 class DecodePlan:
     tile: Tile
     num_blocks: int  # thread blocks that fill the chip once
-    waves: int | None = None  # full loads of the chip to cut the rows into; None: see `work.Cutting`
+    waves: int | None = None  # full loads of the chip to cut the rows into; None: `work.default_waves`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +61,9 @@ def decode_plan(head_dim: int, columns: int, itemsize: int = 2) -> DecodePlan:
     if itemsize == 1:  # scales, and a tile to multiply
         stage, rest = stage + 2 * tokens * 4, rest + tokens * head_dim * 2
     # 32 columns take too many registers, or 24 beside an operand.
-    in_flight = 256 // (tokens * itemsize)
-    blocks = (
-        2
-        if columns <= (24 if itemsize == 2 else 16)
-        and 2 * (in_flight * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED
-        else 1
-    )
+    in_flight, most_columns = 256 // (tokens * itemsize), 24 if itemsize == 2 else 16
+    two_fit = 2 * (in_flight * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED
+    blocks = 2 if columns <= most_columns and two_fit else 1
     most = 1024 // (tokens * itemsize) // blocks
     stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, most)
     return DecodePlan(Tile(tokens=tokens, stages=stages), num_blocks=blocks * here[1])

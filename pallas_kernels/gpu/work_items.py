@@ -15,7 +15,6 @@ from jax import lax
 from pallas_kernels.common.masks import TokenMask, WindowMask, tile_masks
 from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams, store, walk_from
 
-WAVES = 4  # full loads of the chip to cut decode into, so that the last one, partly filled, costs little
 FEW_TILES = 4  # an item shorter than this spends its time on starting: only what one wave needs is cut finer
 MOST_ITEMS = 132  # of one row
 # Of an item that goes by its place in its row alone, at least; and at least such a part of what is before.
@@ -27,6 +26,15 @@ MOST_ROWS = 16_384  # of a step: three numbers of each in a multiprocessor's sha
 
 # What an item is: none, all of its row, or a part.
 UNUSED, WHOLE, PART = 0, 1, 2
+
+
+def default_waves(num_rows: int) -> int:
+    """Returns how many full loads of the chip decode is cut into, about.
+
+    The items of one row are all as long and begin at once; where rows differ, the last load, partly filled, must cost
+    little.
+    """
+    return 1 if num_rows == 1 else 4
 
 
 def decode_capacity(num_rows: int, wave: int, most_tiles: int, waves: int) -> tuple[int, int]:
@@ -58,7 +66,7 @@ class Cutting(NamedTuple):
     tile_tokens: int
     wave: int  # the number of items that fill the chip once
     most_tiles: int  # of a row, as its table allows
-    waves: int | None = None  # how often items are to fill the chip, about; None: `WAVES`, and once for a single row
+    waves: int | None = None  # how often items are to fill the chip, about; None: `default_waves`
     deterministic: bool = False
 
 
@@ -93,7 +101,7 @@ def decode_items(
     """
     capacity, window_mask, tile_tokens, wave, most_tiles, waves, deterministic = cutting
     num_rows = lengths.shape[0]
-    waves = waves or (1 if num_rows == 1 else WAVES)  # one row's items are all as long
+    waves = waves or default_waves(num_rows)
     num_items, most = decode_capacity(num_rows, wave, most_tiles, waves)
     edges = fixed_edges(most_tiles) if deterministic else ()
     if deterministic:

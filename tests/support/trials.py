@@ -86,7 +86,7 @@ class Trial:
         monkeypatch.setattr(tuning, "latent_plan", lambda *_: latent)
         monkeypatch.setattr(tuning, "merge_blocks", lambda: 2)
         monkeypatch.setattr(tuning, "prefill_chunks", lambda *_: self.chunks)
-        monkeypatch.setattr(work, "WAVES", self.waves)
+        monkeypatch.setattr(work, "default_waves", lambda _: self.waves)
         monkeypatch.setattr(work, "FEW_TILES", 1)
 
     def check(self, interpret) -> None:

@@ -44,7 +44,8 @@ def decode_items(
 ):
     """The list that the kernel makes, one row after the other."""
     window_mask = window_mask or WindowMask()
-    num_items, most = work.decode_capacity(len(lengths), wave, most_tiles, work.WAVES)
+    waves = work.default_waves(len(lengths))
+    num_items, most = work.decode_capacity(len(lengths), wave, most_tiles, waves)
     if deterministic:
         most = len(work.fixed_edges(most_tiles)) - 1
         num_items = len(lengths) * most
@@ -58,7 +59,7 @@ def decode_items(
         for length, n, start, its in zip(lengths, new, starts, taken, strict=True)
     ]
     total, items, cut = sum(tiles), [], []
-    size = max(-(-total // (work.WAVES * wave)), min(-(-total // wave), work.FEW_TILES), 1)
+    size = max(-(-total // (waves * wave)), min(-(-total // wave), work.FEW_TILES), 1)
     for row in np.flatnonzero(taken):
         share = max(-(-tiles[row] // max(min(-(-tiles[row] // size), most), 1)), 1)
         begins = work.fixed_edges(most_tiles) if deterministic else range(0, max(tiles[row], 1), share)
@@ -77,7 +78,10 @@ def decode_items(
 
 # Rows in up to three chunks, and up to five thread blocks: rows of nothing, of one tile and of many, longer than their
 # tables, some among others that are not decoded. How many, what fills the chip once, what is seen, and are they packed?
-LISTS = {"packed, window": (70, 9, WindowMask(100, None, 70), True)}
+LISTS = {
+    "packed, window": (70, 9, WindowMask(100, None, 70), True),
+    "one row": (1, 2, WindowMask(), False),
+}
 if NIGHTLY:
     LISTS |= {
         "packed": (150, 33, WindowMask(), True),
@@ -86,7 +90,6 @@ if NIGHTLY:
         "padded": (3, 33, WindowMask(), False),
         "deterministic": (3, 33, WindowMask(), False),
         "deterministic, packed, window": (70, 9, WindowMask(1000, None, 70), True),
-        "one row": (1, 264, WindowMask(), False),
         "no row": (8, 9, WindowMask(), True),
     }
 
@@ -137,6 +140,14 @@ def test_decode_items_are_even(new, window, wave):
     fair = sizes.sum() / min(wave, work.MOST_ITEMS)
     assert sizes.max() <= np.ceil(fair)
     assert len(items) <= 5 + 4 * wave
+
+
+@pytest.mark.parametrize("length", [32_768, 131_072])
+def test_items_of_a_single_row_begin_at_once(length):
+    """None waits for another to end, and none is much shorter than the rest."""
+    (used,) = (items[items[:, 6] != work.UNUSED] for items, _ in [decode_items([length])])
+    sizes = used[:, 2] - used[:, 1]
+    assert 30 <= len(used) <= 33 and sizes.sum() == length // 64 and sizes.max() == -(-length // 64 // 33)
 
 
 def test_short_tables_are_never_cut():
@@ -190,6 +201,11 @@ def test_decode_keeps_enough_in_flight(head_dim, columns, itemsize):
     plan = tuning.decode_plan(head_dim, columns, itemsize)
     slot = 2 * plan.tile.tokens * head_dim * itemsize  # K and V
     assert plan.num_blocks // MULTIPROCESSORS * (plan.tile.stages - 1) * slot >= 64 * 1024
+
+
+@pytest.mark.parametrize(("head_dim", "block_size", "ahead"), [(64, 16, 0), (128, 16, 1), (128, 8, 0), (256, 16, 0)])
+def test_prefill_goes_ahead_where_a_chip_was_faster_so(head_dim, block_size, ahead):
+    assert tuning.prefill_plan(head_dim, block_size).ahead == ahead
 
 
 def test_plans_go_by_the_multiprocessors_of_the_chip_at_hand(monkeypatch):
