@@ -15,11 +15,9 @@ is timed, processes side by side compile it: a chip's time is dear, and most of 
 """
 
 import argparse
-import collections
 import dataclasses
 import functools
 import importlib.metadata
-import itertools
 import json
 import os
 import pathlib
@@ -37,11 +35,12 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from _harness import RESULTS, commit, table, write
-from gpu_book import Book, cache_of_programs, in_processes, parts_of, run_tasks, words
+from gpu_book import Book, compile_tasks, run_tasks, run_worker, share_programs, words
 from gpu_check import KERNELS, check
-from gpu_contenders import Contender, compile_ahead, contenders, give_back, lowered, seconds_of, step_of
+from gpu_contenders import compile_ahead, contenders, give_back, lowered, step_of
 from gpu_states import LAYERS, Shape, measure_step, steps_of
-from gpu_work import MAX_BYTES, Model, Piece, Point, headlines, others, tiny
+from gpu_timing import Contender, kernel_seconds, seconds_of
+from gpu_work import MAX_BYTES, Model, Piece, Point, Rivals, headlines, others, tiny
 
 import pallas_kernels
 
@@ -78,10 +77,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             options.results = pathlib.Path(folder)
             raise SystemExit(run(options, until, plgpu.InterpretGPUParams()))
-    raise SystemExit(in_phases(options, until) if options.worker is None else run(options, until, None))
+    raise SystemExit(run_phases(options, until) if options.worker is None else run(options, until, None))
 
 
-def in_phases(options: argparse.Namespace, until: float) -> str | int:
+def run_phases(options: argparse.Namespace, until: float) -> str | int:
     """Checks, compiles and measures, each in processes of its own."""
     if obstacle := why_not_here():
         return f"{obstacle} Without a Hopper GPU: --dry-run."
@@ -95,13 +94,28 @@ def in_phases(options: argparse.Namespace, until: float) -> str | int:
                 [*arguments, "--check", "--kind", kind, "--results", str(into)]
                 for kind, into in zip(kinds, found, strict=True)
             ]
-            run_tasks(tasks, until, CARELESS)
+            longest = 150 if options.check else 30 if options.quick else 100
+            run_tasks(tasks, min(until, time.time() + longest), CARELESS)
             wrong = gather_checks(options, found)
         if options.check:
             return wrong
-        cache = cache_of_programs(folder)
-        run_tasks(parts_of(arguments), until, cache)
-        return in_processes([*arguments, "--unchecked"], until, cache) or wrong
+        cache = share_programs(folder)
+        run_tasks(compile_tasks(arguments), until, cache)
+        return run_worker([*arguments, "--unchecked"], until, cache) or wrong
+
+
+def compile_headlines(options: argparse.Namespace, until: float) -> None:
+    """Compiles a part of what is measured first. Not models, whose products are tuned when nobody else is at the
+    device."""
+    nth, count = options.compile
+    for model, point, who in headlines()[nth::count]:
+        if model or time.time() > until:
+            continue
+        row = describe_row(None, point)
+        who = rivals_of(who, quick=options.quick)
+        said = compile_ahead(point, who, lambda by, row=row: re.search(options.only, words(row | {"by": by})))
+        if said:
+            print(f"compiled {words(row)}: {said}", flush=True)
 
 
 def gather_checks(options: argparse.Namespace, folders: list[pathlib.Path]) -> str | int:
@@ -123,14 +137,7 @@ def run(options: argparse.Namespace, until: float, interpret) -> str | int:
     """Everything in this process; the status it should end with, or what to say."""
     dry = interpret is not None
     if options.compile:
-        nth, count = options.compile
-        for model, point, who in headlines()[nth::count]:
-            if model or time.time() > until:  # a model's products are tuned when nobody else is at the device
-                continue
-            row, who = row_of(None, point), "paged" if options.quick and who == "all" else who
-            said = compile_ahead(point, who, lambda by, row=row: re.search(options.only, words(row | {"by": by})))
-            if said:
-                print(f"compiled {words(row)}: {said}", flush=True)
+        compile_headlines(options, until)
         return 0
     book = Book(
         options.results / "gpu.json", go_on=bool(options.worker), only=options.only,
@@ -138,8 +145,7 @@ def run(options: argparse.Namespace, until: float, interpret) -> str | int:
     )  # fmt: skip
     wrong = []
     if not options.unchecked:
-        each = 1 if dry else 2 if options.quick else 12
-        seconds = 1e9 if dry else min(150 if options.check else 100, until - time.time())
+        each, seconds = (1, 1e9) if dry else (2 if options.quick else 12, until - time.time())
         wrong = check(book, interpret, each=each, seconds=seconds, only_kind=options.kind)
     if not options.check:
         measure(book, until, interpret, quick=options.quick)
@@ -194,25 +200,25 @@ def measure(book: Book, until: float, interpret, *, quick: bool) -> None:
     reads = [row["bytes_per_second"] for row in book.rows if row["what"] == "read" and "bytes_per_second" in row]
 
     best = max(reads, default=None)
-    skipped = 0
 
-    def take(pieces: Iterable[Piece]) -> None:
-        nonlocal skipped
+    def take(pieces: Iterable[Piece]) -> int:
+        """Measures pieces; how many were left when the time was up."""
+        skipped = 0
         for model, point, who in pieces:
             if time_is_up():
                 skipped += 1
                 continue
-            row = row_of(model, point)
+            row, who = describe_row(model, point), rivals_of(who, quick=quick)
             if model:
                 runs: Runs = iter([("ours", functools.partial(step_of, model, point, interpret))])
             else:
-                who = "paged" if quick and who == "all" else who
                 runs = contenders(point, who, interpret)
             rate = functools.partial(speed, model, point, best)
             most = HUNG_MODEL if model and not dry else patience
             side_by_side(book, row, runs, rate, most, time_is_up, closely=who == "all")
+        return skipped
 
-    take(tiny() if dry else headlines())
+    skipped = take(tiny() if dry else headlines())
     layers = [("tiny", Shape("state_space", 2, 1, 32, 16), 2, 1)] if dry else [
         (name, LAYERS[name], rows, tokens) for rows, tokens in ((32, 1), (1, 2048)) for name in LAYERS
     ]  # fmt: skip
@@ -221,7 +227,7 @@ def measure(book: Book, until: float, interpret, *, quick: bool) -> None:
             what = {"what": "states", "heads": layer.heads, "batch": rows, "new": tokens, "kind": name, "by": by}
             if book.wants(what):
                 book.attempt(what, functools.partial(measure_step, layer, rows, prepare), patience)
-    take(() if dry else others())
+    skipped += take(() if dry else others())
     if dry:  # everything of true size, as far as it comes without the chip
         for _, point, who in headlines():
             row = {"what": "lowers", **dataclasses.asdict(point)}
@@ -233,7 +239,12 @@ def measure(book: Book, until: float, interpret, *, quick: bool) -> None:
         book.attempt({"what": f"{name} again", "by": by}, bandwidth, patience)
 
 
-def row_of(model: Model | None, point: Point) -> dict[str, Any]:
+def rivals_of(who: Rivals, *, quick: bool) -> Rivals:
+    """Returns whom a piece of work is measured with: quickly, not with those on dense caches."""
+    return "paged" if quick and who == "all" else who
+
+
+def describe_row(model: Model | None, point: Point) -> dict[str, Any]:
     """Returns what a row of results says that it is of, but for whom."""
     return {"what": "model" if model else point.what, **dataclasses.asdict(point)}
 
@@ -284,32 +295,6 @@ def speed(model: Model | None, point: Point, read: float | None, seconds: float)
     if read and point.what != "prefill":
         found["share"] = (model.bytes(point) if model else point.kv_bytes) / seconds / read
     return found
-
-
-def kernel_seconds(contender: Contender) -> dict[str, Any]:
-    """Of each kernel that a run starts, by name: how often, and the mean of its seconds on the device; the seconds of
-    all of them for a call; and for how long the device waited between them, within a run and between two."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = options.host_tracer_level = 0
-        with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(2):
-                out = contender.run()
-            jax.block_until_ready(out)
-        spent, times = collections.defaultdict(list), []
-        for file in pathlib.Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-                for line in plane.lines if "/device:GPU" in plane.name else ():
-                    for event in line.events if "Stream" in line.name else ():
-                        spent[event.name].append(event.duration_ns / 1e9)
-                        times.append((event.start_ns / 1e9, event.start_ns / 1e9 + event.duration_ns / 1e9))
-    kernels = {name: [len(times) / 2, sum(times) / len(times)] for name, times in spent.items()}
-    times.sort()
-    waits = sorted((later[0] - before[1] for before, later in itertools.pairwise(times)), reverse=True)
-    return {
-        "device_seconds": sum(sum(times) for times in spent.values()) / contender.calls / 2,
-        "longest_waits": waits[:3], "waits": sum(waits[1:]) / max(len(waits) - 1, 1), "kernels": kernels,
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def watchdog(what: str, seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def cache_of_programs(folder: str) -> dict[str, str]:
+def share_programs(folder: str) -> dict[str, str]:
     """Returns the environment of processes that share what they compile."""
     return {
         "JAX_COMPILATION_CACHE_DIR": folder,
@@ -105,7 +105,7 @@ def cache_of_programs(folder: str) -> dict[str, str]:
     }
 
 
-def parts_of(arguments: Sequence[str]) -> list[list[str]]:
+def compile_tasks(arguments: Sequence[str]) -> list[list[str]]:
     """Returns the arguments of the processes that share out compiling, as many as the cores allow: each is told which
     of how many it is."""
     count = max(1, min(14, (os.cpu_count() or 2) - 2))
@@ -121,7 +121,7 @@ def device_answers() -> bool:
         return False
 
 
-def in_processes(arguments: Sequence[str], until: float, env: Mapping[str, str] | None = None) -> int:
+def run_worker(arguments: Sequence[str], until: float, env: Mapping[str, str] | None = None) -> int:
     """This script again and again as a worker with such arguments, each going on behind the last, until one ends by
     itself or the time, in seconds since the epoch, is up; its status."""
     for nth in range(MOST_PROCESSES):
@@ -134,6 +134,6 @@ def in_processes(arguments: Sequence[str], until: float, env: Mapping[str, str] 
 
 
 def run_tasks(tasks: Sequence[Sequence[str]], until: float, env: Mapping[str, str] | None = None) -> list[int]:
-    """Runs `in_processes` for the arguments of each task, a few at a time as there are cores; their statuses."""
+    """Runs `run_worker` for the arguments of each task, a few at a time as there are cores; their statuses."""
     with concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 1)) as pool:
-        return list(pool.map(lambda arguments: in_processes(arguments, until, env), tasks))
+        return list(pool.map(lambda arguments: run_worker(arguments, until, env), tasks))

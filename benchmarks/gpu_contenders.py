@@ -6,10 +6,8 @@ longer; PyTorch's runs are a graph, so that its host is not what is measured.
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,46 +16,12 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from gpu_timing import Contender
 from gpu_work import Model, Point, Rivals, inputs
 
 from pallas_kernels import gpu, testing, xla
 
 MOST_COPIED = 10e9  # bytes of K and V that others get in a layout of their own
-
-
-@dataclasses.dataclass(frozen=True)
-class Contender:
-    """What can be timed: `run` makes `calls` calls. `once` makes one, by which it is compared with another's."""
-
-    run: Callable[[], Any]
-    calls: int
-    expected: float  # seconds of a call
-    once: Callable[[], Any] | None = None
-    wait: Callable[[Any], Any] = jax.block_until_ready
-
-    def seconds(self) -> float:
-        """Of a call."""
-        return seconds_of(self.run, self.expected * self.calls, self.wait) / self.calls
-
-
-def seconds_of(run: Callable[[], Any], expected: float, wait: Callable[[Any], Any] = jax.block_until_ready) -> float:
-    """Median of five differences between many runs one behind the other, about 60 ms of them, and a third of them.
-
-    So that is not counted which passes once, however many runs there are: on an H200 about 1 ms until the first kernel
-    of a program starts and the host sees the end of the last one.
-    """
-    repeats = max(1, min(200, int(0.02 / expected)))
-
-    def take(count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            out = run()  # and no more than one is kept: a hundred outputs may be more than there is memory
-        wait(out)
-        return time.perf_counter() - start
-
-    take(1)
-    times = [(take(3 * repeats) - take(repeats)) / (2 * repeats) for _ in range(5)]
-    return max(statistics.median(times), 1e-9)  # of a tiny run elsewhere noise may be more
 
 
 def calls_of(attend: Callable, q, pools, *rest, expected: float, scale: float = 1.0) -> Contender:
@@ -67,14 +31,13 @@ def calls_of(attend: Callable, q, pools, *rest, expected: float, scale: float = 
     queries, for who does not scale them; in the comparison only, where it costs no one time.
     """
     attend = jax.jit(attend)  # traced once
-    count = number_of_calls(pools, expected)
+    count = count_calls(pools, expected)
     program = compile_calls(attend, count, q, pools, *rest)
     return Contender(lambda: program(q, pools, *rest), count, expected, once=lambda: attend(q * scale, pools[0], *rest))
 
 
-def number_of_calls(pools, expected: float) -> int:
-    """Returns how many calls a program makes, one pool after the other: about as many as a model has layers, for
-    between programs the device waits, some 0.1 ms."""
+def count_calls(pools, expected: float) -> int:
+    """Returns how many calls a program makes, one pool after the other: about as many as a model has layers."""
     return max(len(pools), min(16, int(0.05 / expected)), 1)
 
 
@@ -263,7 +226,7 @@ def contenders(point: Point, who: Rivals, interpret=None) -> Iterator[tuple[str,
         yield "xla", against(functools.partial(testing.run, xla.paged_attention), pools, *step)
 
 
-def programs_of(point: Point, who: Rivals) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
+def contender_programs(point: Point, who: Rivals) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
     """Returns each JAX contender's call, with the shapes of its queries, pools and the rest. No array is made."""
     found: dict[str, tuple[Callable, tuple[Any, ...]]] = {}
 
@@ -287,13 +250,13 @@ def compile_ahead(point: Point, who: Rivals, wants: Callable[[str], Any]) -> dic
     """Compiles what `calls_of` will, of who is wanted, for JAX's cache of compiled programs; returns how many seconds
     each took, or why it was not."""
     said: dict[str, Any] = {}
-    for name, (attend, (q, pools, *rest)) in programs_of(point, who).items():
+    for name, (attend, (q, pools, *rest)) in contender_programs(point, who).items():
         if not wants(name):
             continue
         start = time.perf_counter()
         try:
             attend = jax.jit(attend)
-            compile_calls(attend, number_of_calls(pools, point.expected), q, pools, *rest)
+            compile_calls(attend, count_calls(pools, point.expected), q, pools, *rest)
             if who == "all":
                 attend.lower(q, pools[0], *rest).compile()
             said[name] = time.perf_counter() - start
@@ -308,7 +271,7 @@ def lowered(point: Point, who: Rivals) -> dict[str, str]:
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
     cudnn = mock.patch("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", return_value=91_200)
-    for name, (attend, (q, pools, *rest)) in programs_of(point, who).items():
+    for name, (attend, (q, pools, *rest)) in contender_programs(point, who).items():
         try:
             with jax.sharding.use_abstract_mesh(mesh) if name == "triton" else cudnn:
                 jax.jit(attend).trace(q, pools[0], *rest).lower(lowering_platforms=("cuda",))

@@ -1,18 +1,15 @@
 """An engine over a model of random weights, and what `gpu_generate.py` measures with it."""
 
-import collections
-import contextlib
-import pathlib
 import re
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from gpu_models import bytes_of, kv_bytes
+from gpu_timing import record_kernels, seconds_by_name
 
 import jaxkv
 
@@ -165,11 +162,13 @@ class Runs:
             jax.block_until_ready(jax.tree.leaves(self.engine.cache))
 
         wait()
-        with kernel_times() as spent:
+        with record_kernels() as events:
             began = time.perf_counter()
             run()
             wait()
             wall = time.perf_counter() - began
+        # Without the number that XLA gives to each of one kind.
+        spent = seconds_by_name([x._replace(name=re.sub(r"([._]\d+)+$", "", x.name)[:100]) for x in events])
         device = sum(sum(times) for times in spent.values())
         most = sorted(spent, key=lambda name: -sum(spent[name]))
         return {
@@ -181,27 +180,6 @@ class Runs:
 
     def close(self) -> None:
         self.engine.close()
-
-
-@contextlib.contextmanager
-def kernel_times() -> Iterator[dict[str, list[float]]]:
-    """Gives, when the block has ended, the seconds of all kernels that the device ran meanwhile, by name without the
-    number that XLA gives to each of one kind."""
-    spent: dict[str, list[float]] = collections.defaultdict(list)
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = options.host_tracer_level = 0
-    on_gpu = jax.default_backend() == "gpu"
-    if not on_gpu:
-        options.host_tracer_level = 2
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            yield spent
-        for file in pathlib.Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-                for line in plane.lines if ("/device:GPU" if on_gpu else "/host:CPU") in plane.name else ():
-                    for event in line.events if ("Stream" if on_gpu else "XLA") in line.name else ():
-                        name = re.sub(r"([._]\d+)+$", "", event.name)[:100]
-                        spent[name].append(event.duration_ns / 1e9)
 
 
 def generate_once(model: Any, rows: int, sizes: Sizes) -> dict[str, Any]:

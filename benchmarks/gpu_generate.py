@@ -30,18 +30,18 @@ import jax.numpy as jnp
 import numpy as np
 from _harness import RESULTS, commit, table
 from gpu import STARTED, yardsticks
-from gpu_book import Book, in_processes
+from gpu_book import Book, run_worker
 from gpu_engines import Runs, Sizes, generate_once
 from gpu_models import (
     MODELS,
     TINY_MODELS,
-    by_xla,
+    cast_float32,
     choice_of,
     first_layers,
-    in_float32,
     logits_of,
     lowered,
     random_model,
+    use_xla,
 )
 
 SECONDS = 100
@@ -69,7 +69,11 @@ class Logits:
         rng = np.random.default_rng(1)
         self.prompts = rng.integers(0, model.vocab_size, (rows, sizes.prompt)).astype(np.int32)
         self.following = self.prompts[:, 0]
-        self.ways = {"ours": lambda: model, "xla": lambda: by_xla(model), "float32": lambda: in_float32(model)}
+        self.ways = {
+            "ours": lambda: model,
+            "xla": lambda: use_xla(model),
+            "float32": lambda: cast_float32(model),
+        }
 
     @functools.cache  # noqa: B019 (there is one object)
     def of(self, way: str) -> np.ndarray:
@@ -100,7 +104,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             options.results = pathlib.Path(folder)
             raise SystemExit(run(options, time.time() + 3600))
-    raise SystemExit(in_processes(sys.argv[1:], until) if options.worker is None else run(options, until))
+    raise SystemExit(run_worker(sys.argv[1:], until) if options.worker is None else run(options, until))
 
 
 def run(options: argparse.Namespace, until: float) -> str | int:
@@ -142,7 +146,7 @@ def measure(book: Book, until: float, dry: bool) -> None:
 
     def pieces(name: str, rows: int, *more: str, by: str = "ours", steps: int = 1) -> None:
         """Decodes with an engine, and does more with it: "kernels", and "long" prompts."""
-        runs = functools.cache(lambda: Runs(model(name) if by == "ours" else by_xla(model(name)), rows, sizes, steps))
+        runs = functools.cache(lambda: Runs(model(name) if by == "ours" else use_xla(model(name)), rows, sizes, steps))
         row = {"model": name, "rows": rows, "by": by} | ({"steps_per_dispatch": steps} if steps > 1 else {})
 
         def decode() -> dict[str, Any]:

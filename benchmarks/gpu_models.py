@@ -72,7 +72,7 @@ class XlaAttention(jaxkv.nnx.Attention):
         return jaxkv.attention(q, k, v, cache, layer=layer, step=step, scale=self.scale, implementation="xla")
 
 
-def by_xla(model: Decoder) -> Decoder:
+def use_xla(model: Decoder) -> Decoder:
     """Returns the model with attention by XLA; it shares the parameters."""
     model = nnx.merge(*nnx.split(model))
     for block in model.layers:
@@ -88,7 +88,7 @@ def first_layers(model: Decoder, count: int) -> Decoder:
     return model
 
 
-def in_float32(model: Decoder) -> Decoder:
+def cast_float32(model: Decoder) -> Decoder:
     """Returns the same numbers in float32, which no kernel takes: attention is XLA's."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), model)
 

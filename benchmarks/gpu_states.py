@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_contenders import Contender
+from gpu_timing import Contender
 
 from pallas_kernels import reference_mixers
 from pallas_kernels.common.state_batch import StateBatch

@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 from _harness import save
-from gpu_book import cache_of_programs, in_processes, parts_of, run_tasks, watchdog
+from gpu_book import compile_tasks, run_tasks, run_worker, share_programs, watchdog
 from gpu_contenders import calls_of, compile_ahead, ours
 from gpu_plans import FORMS
 from gpu_work import Point, inputs
@@ -141,18 +141,17 @@ def main() -> None:
             print(f"{name}{arguments}: {len(plans)} plans on {len(points)} steps")
     elif options.worker is None:
         with tempfile.TemporaryDirectory() as folder:
-            cache = cache_of_programs(folder)
-            run_tasks(parts_of(sys.argv[1:]), until, cache)
-            raise SystemExit(in_processes(sys.argv[1:], until, cache))
+            cache = share_programs(folder)
+            run_tasks(compile_tasks(sys.argv[1:]), until, cache)
+            raise SystemExit(run_worker(sys.argv[1:], until, cache))
     elif options.compile:
         compile_some(todo, options.most, *options.compile, until)
     else:
         rows: list[dict[str, Any]] = []
         for i, job in enumerate(todo):
             now, end = time.time(), until - LONGEST_PLAN
-            best = tune(
-                job, options.most, now + (end - now) / (len(todo) - i), rows
-            )  # what it leaves is for the others
+            share = (end - now) / (len(todo) - i)  # what a job leaves is for the others
+            best = tune(job, options.most, now + share, rows)
             key = (tuning.chip(), *(job[1] if job[0] == "decode_plan" else job[1][:1]))
             entry = f"TUNED_{job[0].removesuffix('_plan').upper()}[{key}]"
             print(f"{entry} = {best}" if best else f"# {entry}: no plan ran", flush=True)

@@ -120,8 +120,8 @@ def test_what_is_counted_is_what_is_held():
                 running = {s.row: s for s in engine._loop.scheduler.running}
                 counted = [0] * len(holdings.groups)
                 for row in rows:
-                    one = running.get(row, Sequence([], 0))
-                    counted = np.add(counted, holdings.held(one.prompt, one.cached))
+                    sequence = running.get(row, Sequence([], 0))
+                    counted = np.add(counted, holdings.held(sequence.prompt, sequence.cached))
                 if engine._residents.to_free:
                     continue
                 used = [t.num_blocks - int(t.num_free) for t in engine.cache.tables]

@@ -15,7 +15,7 @@ PARAMETER = re.compile(r"\.param\b[^,)]*?\.align (\d+)[^,)]*?\s(\w+)(?:\[|[,\n)]
 def find_misaligned(assembly: str) -> list[str]:
     """Returns the loads, stores and bulk copies whose addresses need not be multiples of what they take at once."""
     known = _Multiples(assembly)
-    return [text for text, address, size in _accesses(assembly) if known.of_address(address) % size]
+    return [text for text, address, size in _accesses(assembly) if known.find_multiple(address) % size]
 
 
 def _instructions(assembly: str):
@@ -61,7 +61,7 @@ class _Multiples:
                     if found < self.known.get(register, MOST):
                         self.known[register], changed = found, True
 
-    def of(self, operand: str) -> int:
+    def find_operand(self, operand: str) -> int:
         if re.fullmatch(r"-?\d+|0x[0-9A-Fa-f]+", operand):
             return min(MOST, (value := int(operand, 0)) & -value or MOST)
         if operand.startswith("%"):
@@ -69,19 +69,19 @@ class _Multiples:
             return 1 if re.match(r"%\w+\.", operand) or not re.search(r"\d", operand) else self.known.get(operand, MOST)
         return self.known.get(operand, 1)
 
-    def of_address(self, place: str) -> int:
-        return min(self.of(part.strip()) for part in place.strip("[]").split("+"))
+    def find_multiple(self, place: str) -> int:
+        return min(self.find_operand(part.strip()) for part in place.strip("[]").split("+"))
 
     def _result(self, op: str, modifiers: list[str], sources: list[str]) -> int:
         if op == "ld" and "param" in modifiers:
-            return self.of_address(sources[0])
+            return self.find_multiple(sources[0])
         if op == "mov" and sources[0].startswith("{"):
-            return self.of(sources[0].strip("{} ").split(",")[0].strip())
+            return self.find_operand(sources[0].strip("{} ").split(",")[0].strip())
         if not sources or any(source.startswith(("{", "[")) for source in sources) or "hi" in modifiers:
             return 1
         if op == "selp":
-            return min(map(self.of, sources[:2]))
-        found = [self.of(source) for source in sources]
+            return min(map(self.find_operand, sources[:2]))
+        found = [self.find_operand(source) for source in sources]
         if op in ("mov", "cvt", "cvta", "neg", "add", "sub", "or", "xor", "min", "max", "rem"):
             return min(found)
         if op == "and":

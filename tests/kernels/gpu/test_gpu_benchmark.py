@@ -92,7 +92,7 @@ import os, pathlib, sys, time
 sys.path.append({str(pathlib.Path(gpu_book.__file__).parent)!r})
 import gpu_book
 if "--worker" not in sys.argv:
-    sys.exit(gpu_book.in_processes([], time.time() + 100))
+    sys.exit(gpu_book.run_worker([], time.time() + 100))
 nth = int(sys.argv[sys.argv.index("--worker") + 1])
 book = gpu_book.Book(pathlib.Path({str(tmp_path / "book.json")!r}), go_on=nth > 0, only="what=")
 
