@@ -13,7 +13,7 @@ from trials import DECODE, SMALL, Trial
 
 from pallas_kernels import gpu, testing
 from pallas_kernels.common.masks import WindowMask
-from pallas_kernels.gpu import decode, prefill, step, work_items as work
+from pallas_kernels.gpu import decode, prefill, tiles, work_items as work
 from pallas_kernels.testing import Case
 
 BY_DAY = (
@@ -70,7 +70,7 @@ def test_vmap(interpret, monkeypatch):
 @pytest.mark.parametrize("name", ["window, cut", "explicit offsets"])
 def test_what_varies_among_devices(name, interpret, monkeypatch):
     """In a `shard_map` JAX takes neither warps nor references: without them the results are the same."""
-    for module in (step, decode, prefill):
+    for module in (tiles, decode, prefill):
         monkeypatch.setattr(module, "varies", lambda x: True)
     DECODE[name].use_plans(monkeypatch)
     DECODE[name].check(interpret)
