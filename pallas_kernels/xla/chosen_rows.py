@@ -81,18 +81,26 @@ def gather_chosen(
     slot = jnp.pad(slot, ((0, 0), (0, columns - slot.shape[1]))).reshape(-1, form.tokens)
     block, offset = parts(slot[:, None, None], block_size)
 
-    def gather(x: jax.Array) -> jax.Array:
-        """Returns rows by one index each, as the SparseCores of TPUs gather them."""
-        halves, heads = x.shape[1:3]
-        half, head = (jnp.arange(n, dtype=jnp.int32) for n in (halves, heads))
-        row = (block * halves + half[None, :, None, None]) * heads + head[None, None, :, None]
-        return x.reshape(-1, *x.shape[4:]).at[row * block_size + offset].get(mode="clip")
-
-    held = gather(stored.kv)
+    halves, heads = stored.kv.shape[1:3]
+    half, head = (jnp.arange(n, dtype=jnp.int32) for n in (halves, heads))
+    half, head = half[None, :, None, None], head[None, None, :, None]
+    # Rows by one index each, as the SparseCores of TPUs gather them.
+    row = ((block * halves + half) * heads + head) * block_size + offset
+    held = stored.kv.reshape(-1, stored.kv.shape[-1]).at[row].get(mode="clip")
     held = jnp.pad(held, [(0, 0)] * 4 + [(0, _pad_width(held.shape[-1], form) - held.shape[-1])])
+    scale = None if stored.scale is None else _gather_scales(stored.scale, block, half, head, offset)
     tables = jnp.arange(slot.shape[0], dtype=jnp.int32).reshape(num_tokens, -1)
     count = slots.seen.sum(axis=1, dtype=jnp.int32)
-    return stored.replace(held, None if stored.scale is None else gather(stored.scale)), tables, count
+    return stored.replace(held, scale), tables, count
+
+
+def _gather_scales(scale: jax.Array, *place: jax.Array) -> jax.Array:
+    """Returns scales of tokens, one by one: any other form of the pool's TPUs would lay out anew, for tokens are in
+    their lanes."""
+    if scale.ndim == len(place):
+        return scale.at[place].get(mode="clip")
+    groups = jnp.arange(scale.shape[-1], dtype=jnp.int32)
+    return scale.at[(*(x[..., None] for x in place), groups)].get(mode="clip")
 
 
 def describe_rows(call: Call, form: RowBlocks = PLAIN) -> Call:

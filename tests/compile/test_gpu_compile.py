@@ -115,7 +115,8 @@ if NIGHTLY:
     }
 
 
-CHOSEN = ["chosen"] * NIGHTLY
+# And how many kernels it takes: a list of work, both of decode; over latent rows of int8 XLA runs.
+CHOSEN = {"chosen": 3, "chosen-plain": 3, "chosen-int8": 3, "chosen-latent-int8": 0} if NIGHTLY else {}
 KEPT = ["bounds", "heads"] * NIGHTLY
 STEPS = ["step", *["step-shared"] * NIGHTLY]
 
@@ -313,11 +314,12 @@ def test_layers_that_keep_bounds_or_evict_by_heads(name, report):
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_chosen_rows_are_brought_together(name, report):
-    """Of the pool they alone are copied, 75 MB, beside 36 MB of what rows were cut into."""
+    """Of the pool they alone are copied, beside what rows were cut into: 36 MB of latent rows."""
     step = report[name].pop("step")
     assert all(kernel["spills"] == 0 for kernel in report[name].values())
-    assert step["kernels"] == 3 and step["launches"] <= 10 and step["scatters"] == 0
-    assert step["pool_copies"] == 0 and step["temp_bytes"] < 130e6 < step["pool_bytes"] / 9
+    assert step["kernels"] == CHOSEN[name] and step["launches"] <= 11 and step["scatters"] == 0
+    assert step["pool_copies"] == 0 and not step["made as large"]
+    assert step["temp_bytes"] < min(step["brought"] + 54e6, step["pool_bytes"] / 9)
 
 
 @pytest.mark.parametrize("name", STATES)

@@ -24,6 +24,7 @@ sys.path += [str(pathlib.Path(__file__).parents[2] / folder) for folder in ("ben
 
 from gpu_plans import FORMS, use_form
 from planting import Plant
+from program_text import made_as_large
 from ptx_alignment import find_misaligned
 from swizzle_alignment import record_slices
 
@@ -311,7 +312,7 @@ def of_a_cache(**fields):
 def fate(compiled, pools):
     """What a program does to its pools."""
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    dtype = {"bfloat16": "bf16", "float32": "f32"}[pools[0].dtype.name]
+    dtype = {"bfloat16": "bf16", "float32": "f32", "int8": "s8"}[pools[0].dtype.name]
     pool_type = re.escape(f"{dtype}[{','.join(map(str, pools[0].shape))}]")
     return {
         "pool_bytes": sum(pool.size * pool.dtype.itemsize for pool in pools),
@@ -324,19 +325,26 @@ def fate(compiled, pools):
     }
 
 
-def chosen(rows=32, top_k=2048, blocks=16_385):
-    """A decode step of one layer of DeepSeek V3.2, each token's choice of a context of 32,768 given."""
-    shape = SHAPES["deepseek-v3"]
-    pool, row = array((blocks, 1, 1, 64, 576)), array((rows,), jnp.int32)
-    q, tokens = array((rows, 1, shape.num_heads, 576)), array((rows, 1, top_k), jnp.int32)
+def chosen(name="deepseek-v3", kind=None, rows=32, top_k=2048, blocks=16_385):
+    """A decode step of one layer of DeepSeek V3.2, or of a model as if it chose tokens, each token's choice of a
+    context of 32,768 given; by what the platform chooses."""
+    shape, format = SHAPES[name], find_format(kind)
+    axes, row = (blocks, 2 if shape.rank is None else 1, shape.num_kv_heads, 64), array((rows,), jnp.int32)
+    pool = {"kv": array((*axes, shape.head_dim), jnp.bfloat16 if kind is None else format.storage_dtype)}
+    if kind is not None:
+        pool["kv_scale"] = array(format.scale_shape(axes, shape.head_dim, shape.rank), format.scale_dtype)
+    q, tokens = array((rows, 1, shape.num_heads, shape.head_dim)), array((rows, 1, top_k), jnp.int32)
+    options = {"kind": kind} | ({} if shape.rank is None else {"rank": shape.rank, "scale": 0.1})
 
     def attend(pool, q, tables, lengths, new, tokens):
-        return pallas_kernels.paged_attention(
-            q, pool, tables, lengths, new, tokens=tokens, rank=512, scale=0.1, implementation="gpu"
-        )
+        arguments = dict(tables=tables, lengths=lengths, new=new, tokens=tokens, **options)
+        return pallas_kernels.paged_attention(q, **pool, **arguments)
 
-    compiled, kernels = compile_(attend, pool, q, array((rows, 512), jnp.int32), row, row, tokens)
-    return kernels | {"step": fate(compiled, [pool]) | {"launches": count_launches(compiled)}}
+    with jax.set_mesh(sharding().mesh):
+        compiled, kernels = compile_(attend, pool, q, array((rows, 512), jnp.int32), row, row, tokens)
+    step = fate(compiled, [pool["kv"]]) | {"launches": count_launches(compiled)}
+    brought = rows * top_k * sum(x.size * x.dtype.itemsize for x in pool.values()) // (blocks * 64)
+    return kernels | {"step": step | {"brought": brought, "made as large": made_as_large(compiled.as_text(), pool)}}
 
 
 # One that a model has, of every head_dim one with all options, and one with masks from memory.
@@ -430,6 +438,9 @@ JOBS = {
         sink_tokens=4,
     ),
     "chosen": chosen,
+    "chosen-plain": lambda: chosen("llama3-8b"),
+    "chosen-int8": lambda: chosen("llama3-8b", "int8"),
+    "chosen-latent-int8": lambda: chosen(kind="int8"),
     "step": step,
     "step-shared": lambda: step(shares=True),
     "scanned": scanned,

@@ -6,6 +6,7 @@ all programs; for another chip, those whose kernels differ most from chip to chi
 
 import functools
 import json
+import math
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from program_text import made_as_large
 
 import pallas_kernels
 from pallas_kernels import SHAPES
@@ -70,7 +72,7 @@ def pools_in_vector_memory(text, pool):
 
 def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu",
             block_size=BLOCK_SIZE, blocks_per_row=BLOCKS_PER_ROW, kind=None, chunk=None, tree=False,
-            sink_tokens=None, cascade=False, deterministic=False, joined=False):  # fmt: skip
+            sink_tokens=None, cascade=False, deterministic=False, joined=False, top_k=None):  # fmt: skip
     """Compile `op` of one or more layers, one after another, on a donated pool each; bytes per chip."""
     rows = tokens[0] if len(tokens) == 2 else ROWS
     heads = "x" if sharded else None
@@ -99,6 +101,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     options |= {} if sink_tokens is None else {"sink_tokens": sink_tokens}
     options |= {"deterministic": True} if deterministic else {}
     parents = {"tree": array(*tokens, dtype="int32")} if tree else {}
+    parents |= {} if top_k is None else {"tokens": array(*tokens, top_k, dtype="int32")}
     parents |= {"shared": array(4, rows, dtype="int32")} if cascade else {}
 
     def step(q, k, pools, tables, lengths, new, tree):
@@ -129,19 +132,24 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         compiled = jax.jit(step, donate_argnums=donated).lower(*arguments).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     chips = mesh.size if sharded else 1
+    pool_bytes = sum(x.size * x.dtype.itemsize for x in pool.values())
     return {
-        "pool": layers * sum(x.size * x.dtype.itemsize for x in pool.values()) // chips,
+        "pool": layers * pool_bytes // chips,
         "alias": memory.alias_size_in_bytes,
         "temp": memory.temp_size_in_bytes,
         "queries": q.size // head_dim * stored * q.dtype.itemsize // chips,  # as the kernels have them
         "new": 2 * k.size * k.dtype.itemsize,  # the keys and values handed in
         "tokens in vector memory": tokens_in_vector_memory(text),
+        # Of chosen rows, as they are brought together.
+        "brought": (top_k or 0) * math.prod(tokens) * pool_bytes // (blocks[0] * block_size),
+        "made as large": [] if top_k is None else made_as_large(text, pool),
         "pools in vector memory": pools_in_vector_memory(text, pool),
         "collectives": len(re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", text)),
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
-        # Who reads for rows together sends other queries than these, and a device of several has fewer heads.
+        # Who reads for rows together, or chosen rows, sends other queries than these, and a device of several has fewer
+        # heads.
         "vector memory": []
-        if cascade or sharded
+        if cascade or sharded or top_k is not None
         else vector_memory(
             text,
             q,
@@ -239,6 +247,22 @@ def main(chip, everything=""):
                 "rows that share, latent": ("deepseek-v3", "write_and_attend", (64, 1), {"cascade": True}),
                 "tree, int8": ("llama3-8b", "paged_attention", (ROWS, 8), INT8 | {"tree": True}),
                 "prefill, int8": ("gemma3-1b", "paged_attention", (1, 128), INT8),
+                "chosen tokens": ("llama3-8b", "paged_attention", (ROWS, 1), {"top_k": 2048}),
+                "chosen tokens, int8": ("llama3-8b", "paged_attention", (ROWS, 1), INT8 | {"top_k": 2048}),
+                "chosen tokens, int8, blocks of 32": (
+                    "llama3-8b",
+                    "paged_attention",
+                    (ROWS, 1),
+                    INT8 | {"top_k": 2048, "block_size": 32, "blocks_per_row": 1024},
+                ),
+                "chosen tokens, latent": ("deepseek-v3", "paged_attention", (ROWS, 1), {"top_k": 2048}),
+                "chosen tokens, latent, int8": ("deepseek-v3", "paged_attention", (ROWS, 1), INT8 | {"top_k": 2048}),
+                "chosen tokens, latent, int8, large pool": (
+                    "deepseek-v3",
+                    "paged_attention",
+                    (ROWS, 1),
+                    INT8 | {"top_k": 2048, "blocks_per_row": 2048},
+                ),
                 "float32": ("llama3-8b", "write_and_attend", (ROWS, 1), {"dtype": "float32"}),
                 "deterministic": ("llama3-8b", "write_and_attend", (64,), {"deterministic": True}),
                 "decode step of 16 layers": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {"layers": 16}),
