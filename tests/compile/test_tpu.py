@@ -32,8 +32,9 @@ def compile_for(*options, script="tpu_programs.py", timeout=270):
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x", "four"] if NIGHTLY else ["v6e", "four"])
+@pytest.mark.timeout(1800, method="thread")
 def test_nothing_is_copied(chip):
-    programs = compile_for(chip, *(["everything"] if NIGHTLY else []))
+    programs = compile_for(chip, *(["everything"] if NIGHTLY else []), timeout=1700)
     assert programs
     for program in programs:
         assert program["kernels"] >= 1, program

@@ -17,6 +17,7 @@ os.environ |= {
 }  # fmt: skip
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -115,6 +116,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
             return write(k=k, v=v, tables=tables, lengths=lengths, new=new, **pools[0])
         written = []
         for given in pools:  # as a model's layers: each attends with what the last one gave
+            q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, head_dim - q.shape[-1])])  # of packed rows
             arguments = dict(tables=tables, lengths=lengths, new=new, **given, **tree, **options)
             q, pool = pallas_kernels.write_and_attend(q, k, v, **arguments)
             written.append(pool)
