@@ -15,6 +15,8 @@ EXTRAS ?=
 JAX ?=
 LATEST ?=
 TESTS ?= tests
+# The extra that tests are run with: `check` has what most of them need, and installs in a third of the time.
+NEEDS ?= test
 
 OTHER := $(notdir $(filter-out python3,$(PYTHON)))
 VENV := .venv$(if $(OTHER),-$(OTHER))$(if $(JAX),-$(JAX))$(if $(LATEST),-latest)
@@ -39,13 +41,13 @@ endif
 
 .PHONY: help demo test night lint docs constraints clean
 
-demo: $(VENV)/demo.installed
+demo: $(VENV)/gguf.installed
 	$(BIN)/python -m jaxkv demo
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//; p' Makefile
 
-test: $(VENV)/test.installed $(if $(EXTRAS)$(JAX)$(OTHER),,$(VENV)/compile.installed)
+test: $(VENV)/$(NEEDS).installed $(if $(EXTRAS)$(JAX)$(OTHER),,$(VENV)/compile.installed)
 	JAXKV_COMPILE_SITE=$(abspath $(VENV)/compile) $(BIN)/python -m pytest $(PARALLEL) $(TESTS)
 
 # Hours on two cores. Each file's seconds are kept beside the environment: what has passed at this commit is not run again.
@@ -77,25 +79,11 @@ $(VENV):
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# setuptools first, so that what builds the package is held to its version too: pip does not hold a build of its own.
-$(VENV)/demo.installed: pyproject.toml $(PROVED) | $(VENV)
+# One environment takes what several targets want of the extras, one after another. setuptools first, so that what builds
+# the package is held to its version too: pip does not hold a build of its own.
+$(VENV)/%.installed: pyproject.toml $(PROVED) | $(VENV)
 	$(PIP) setuptools
-	$(PIP) $(jax) --no-build-isolation --editable '$(call with,gguf)'
-	touch $@
-
-$(VENV)/test.installed: pyproject.toml $(PROVED) | $(VENV)
-	$(PIP) setuptools
-	$(PIP) $(jax) --no-build-isolation --editable '$(call with,test)'
-	touch $@
-
-# For the night alone: it is larger than all that tests by day install.
-$(VENV)/ray.installed: $(VENV)/test.installed
-	$(PIP) $(jax) --no-build-isolation --editable '$(call with,test$(comma)ray)'
-	touch $@
-
-$(VENV)/docs.installed: pyproject.toml $(PROVED) | $(VENV)
-	$(PIP) setuptools
-	$(PIP) $(jax) --no-build-isolation --editable '$(call with,docs)'
+	$(PIP) $(jax) --no-build-isolation --editable '$(call with,$*)'
 	touch $@
 
 # What compiles for a TPU or a GPU where there is none lives beside the environment, not in it: libtpu would break a
