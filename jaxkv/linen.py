@@ -31,6 +31,7 @@ from flax import linen
 from jaxkv._core.attention.plan import Step
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.config.validation import flag
 from jaxkv._drop_in import dot_product_attention
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, token_positions
 from jaxkv._products import dot_general
@@ -246,7 +247,13 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
 
 
 def model(
-    module: linen.Module, variables: Any, *, layer_configs: Sequence[LayerConfig], dtype: Any = "bfloat16", **call: Any
+    module: linen.Module,
+    variables: Any,
+    *,
+    layer_configs: Sequence[LayerConfig],
+    dtype: Any = "bfloat16",
+    scan: bool = False,
+    **call: Any,
 ) -> "LinenModel":
     """Returns a Linen module and its variables as one `jaxkv.Model`, for `Engine`, `generate` and `beam_search`.
 
@@ -257,6 +264,8 @@ def model(
       variables: what `module.init` returned, or a checkpoint of it.
       layer_configs: one `LayerConfig` for each attention layer.
       dtype: the dtype in which keys and values are stored.
+      scan: whether the module scans over its layers, with `linen.scan` and a traced `layer=`: an engine then makes its
+        cache with `stacked=True`.
       **call: other arguments of every call, hashable: `train=False`, `attn_mask=None`.
 
     Raises:
@@ -282,7 +291,8 @@ def model(
             f"{type(module).__name__}'s call must take cache, as one of {', '.join(list(names)[1:])}: give it that "
             "argument, hand it to jaxkv.attention, and return (logits, cache). See docs/your_model.md."
         )
-    return LinenModel(variables, module, tuple(layer_configs), dtype, tuple(sorted(call.items())))
+    is_scanned = flag("scan", scan)
+    return LinenModel(variables, module, tuple(layer_configs), dtype, is_scanned, tuple(sorted(call.items())))
 
 
 @jax.tree_util.register_dataclass
@@ -294,6 +304,7 @@ class LinenModel:
     module: linen.Module = dataclasses.field(metadata={"static": True})
     layer_configs: tuple[LayerConfig, ...] = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
+    scan: bool = dataclasses.field(metadata={"static": True})
     call: tuple[tuple[str, Any], ...] = dataclasses.field(metadata={"static": True})
 
     @property

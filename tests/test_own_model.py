@@ -243,6 +243,41 @@ def test_a_linen_module_and_its_variables_are_a_model():
     assert len(jax.tree.leaves(model)) == 3
 
 
+class ScannedBlock(linen.Module):
+    @linen.compact
+    def __call__(self, carry, layer):
+        x, cache = carry
+        attend = jaxkv.linen.Attention(num_heads=4, num_kv_heads=2, position_fn=jaxkv.models.Rope())
+        y, cache = attend(x, cache, layer=layer)
+        return (x + y, cache), None
+
+
+class Scanned(linen.Module):
+    @linen.compact
+    def __call__(self, tokens, cache=None):
+        x = linen.Embed(VOCAB, WIDTH)(tokens)
+        blocks = linen.scan(ScannedBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        (x, cache), _ = blocks()((x, cache), jnp.arange(2))
+        return linen.Dense(VOCAB)(x), cache
+
+
+def test_a_linen_module_may_scan_over_its_layers():
+    """An engine then makes a cache of stacked layers, with no word of the user's."""
+    module, fields = Scanned(), dict(layer_configs=[jaxkv.LayerConfig(num_kv_heads=2, head_dim=WIDTH // 4)] * 2)
+    variables = module.init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))
+    model = jaxkv.linen.model(module, variables, **fields, dtype="float32", scan=True)
+    jaxkv.testing.check_model(model)
+    (tokens,) = jaxkv.generate(model, [[1, 2, 3]], 3)
+    text = [1, 2, 3]
+    for token in tokens:  # dense, without a cache
+        assert token == int(module.apply(variables, jnp.array([text]))[0][0, -1].argmax())
+        text.append(token)
+    with pytest.raises(ValueError, match="to scan over layers, say scan=True on the model"):
+        jaxkv.generate(jaxkv.linen.model(module, variables, **fields, dtype="float32"), [[1, 2, 3]], 3)
+    with pytest.raises(ValueError, match="scan must be True or False"):
+        jaxkv.linen.model(module, variables, **fields, scan="layers")
+
+
 def test_a_linen_module_without_a_cache_is_refused():
     with pytest.raises(ValueError, match="Dense's call must take cache"):
         jaxkv.linen.model(linen.Dense(3), {}, layer_configs=LAYERS)

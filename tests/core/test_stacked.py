@@ -197,7 +197,7 @@ def test_refusals():
         return jax.jit(lambda i: jaxkv.attend(x, cache, layer=layer(i)))(1)
 
     alike = jaxkv.init(make_config(PATTERNS["alike"]))
-    with pytest.raises(ValueError, match=re.escape("make it with CacheConfig(stacked=True)")):
+    with pytest.raises(ValueError, match=re.escape("make the cache with CacheConfig(stacked=True)")):
         attend(alike, lambda i: i)
     mixed = jaxkv.init(make_config(PATTERNS["two periods and a rest"], stacked=True))
     with pytest.raises(ValueError, match="repeat after 2: give layer="):

@@ -84,8 +84,9 @@ class Views:
             return int(layer), jnp.int32(self._stack(owner).index(owner)) if config.stacked else None
         if not config.stacked:
             raise ValueError(
-                f"layer must be an integer for this cache, not {show(layer)}: each layer has a pool of its own. To "
-                "scan over layers make it with CacheConfig(stacked=True)."
+                f"layer must be an integer for this cache, not {show(layer)}: to scan over layers, say scan=True on "
+                "the model that an engine computes, or in jaxkv.linen.model; in a loop of your own make the cache with "
+                "CacheConfig(stacked=True), so that its layers share a pool."
             )
         if not isinstance(layer, tuple):
             if config.period != 1:

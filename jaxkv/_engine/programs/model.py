@@ -46,7 +46,8 @@ class Model(Protocol):
     - `deterministic`, for `attention(..., deterministic=...)`, and `adapters`, `i32[S]`, the adapter of each row.
 
     `cache=None` asks for dense attention over `tokens` `[S, T]`; only `Engine.recompute` does. `config.vocab_size`,
-    `config.max_seq_len` and `config.eos_ids` are read where a model has them.
+    `config.max_seq_len` and `config.eos_ids` are read where a model has them. `scan = True` says that it scans over its
+    layers, with a traced `layer=`: its cache is then made with `CacheConfig(stacked=True)`.
 
     An `Engine` checks shapes when it is made. `jaxkv.testing.check_model(model)` finds what shapes cannot tell.
 
