@@ -57,10 +57,17 @@ def render(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _take_quantization(fields: Fields) -> None:
-    """Takes a config's `quantization_config` if its format is supported."""
+    """Takes a config's `quantization_config`. Raises ValueError if its format is not supported."""
     quantization = fields.left.get("quantization_config")
-    if isinstance(quantization, Mapping) and is_read(quantization):
-        fields.take("quantization_config")
+    if not isinstance(quantization, Mapping) or not quantization:
+        return
+    if not is_read(quantization):
+        raise ValueError(
+            f"{fields.where} says that weights are quantized, quantization_config = {show(quantization)}, which is not "
+            "read: give a folder with weights of 16 or 32 bits, in MXFP4 or in blocks of float8, or a GGUF file. If "
+            'these are not, give ignore=("quantization_config",).'
+        )
+    fields.take("quantization_config")
 
 
 def is_read(quantization: Mapping[str, Any]) -> bool:

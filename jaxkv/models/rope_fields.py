@@ -40,8 +40,10 @@ def parse_ropes(
     original = fields.size("original_max_position_embeddings", None)
     partial = None if partial is None else fields.number("partial_rotary_factor", partial, least=0)
 
+    name = "rope_scaling" if new is None and old is not None else "rope_parameters"
+
     def parse(parameters: Any, theta: float) -> Rope:
-        given = fields.nest(first_given(parameters, {}), "The rotary embedding")
+        given = fields.nest(first_given(parameters, {}), name)
         return _parse(given, theta, max_seq_len, original, interleaved, partial, scalings)
 
     if local_theta is None:

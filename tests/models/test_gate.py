@@ -118,7 +118,7 @@ MATTERS = {
 
 @pytest.mark.parametrize("name", MATTERS)
 def test_a_field_that_matters_is_refused_by_name(name):
-    with pytest.raises(ValueError, match=rf"config.json has .*\b{name} = ") as caught:
+    with pytest.raises(ValueError, match=rf"config.json (has|says) .*\b{name} = ") as caught:
         config_reader.parse(LLAMA | {name: MATTERS[name]})
     assert len(str(caught.value)) < 400 and str(caught.value).endswith(".")
     assert config_reader.parse(LLAMA | {name: MATTERS[name]}, ignore=(name,)) == config_reader.parse(LLAMA)
@@ -163,7 +163,7 @@ def test_what_else_is_said_of_rotary_embeddings():
         "finetuned", "mrope_section",
     ]  # fmt: skip
     for change in ({"mrope_section": [1]}, {"long_factor": [1.0]}, {"attn_factor": 2.0}):
-        with pytest.raises(ValueError, match=f"rotary embedding in config.json has .*{next(iter(change))}"):
+        with pytest.raises(ValueError, match=f"rope_scaling in config.json has .*{next(iter(change))}"):
             config_reader.parse(QWEN | {"rope_scaling": YARN | change})
 
 
