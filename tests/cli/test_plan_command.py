@@ -90,6 +90,9 @@ def test_rows_follow_the_lengths_to_expect():
     assert seen.mean_len == 81 and seen.waste == pytest.approx(1 - 243 / (16 + 48 + 208))
     assert seen.rows == seen.config.num_blocks * 3 // (1 + 3 + 13)
     assert plan((GLOBAL,) * 2, memory, **sizes, mean_len=100, max_seqs=7).rows == 7
+    # Tables as wide as the longest row that is asked for would leave room for 34 rows of a billion tokens.
+    longest = plan((GLOBAL,) * 2, 100 * memory, **sizes | {"max_seq_len": 10**9}, mean_len=100)
+    assert longest.rows > 1000 and longest.full_rows == 0
 
 
 @pytest.mark.parametrize("layers", [(GLOBAL,) * 2, (LOCAL, GLOBAL, LOCAL)])
@@ -327,7 +330,7 @@ def test_devices_that_cannot_be(folder, capsys, arguments, says):
 def test_neither_memory_nor_chip(folder, capsys):
     with pytest.raises(SystemExit):
         run(folder, "--max-seq-len", "0.05K")
-    assert "is not a number of tokens" in capsys.readouterr().err
+    assert "is not a whole number" in capsys.readouterr().err
     told = ("--max-seqs", 6, "--max-seq-len", "1K", "--dtype", "float32", "--dtype", "int8")
     assert run(folder, *told, "--devices", "1x2", "--json") == 0
     needs = json.loads(capsys.readouterr().out)

@@ -142,7 +142,13 @@ def plan(
 
     columns = -(-max_seq_len // probe.block_size)
     blocks = min(expected.blocks(probe.block_size), columns)
-    most = min(MOST_ROWS, MOST_INDEX // columns) if max_seqs is None else max_seqs
+    fixed = choose_config(1 if max_seqs is None else max_seqs)
+    if None in probe.group_visible_tokens and fixed.num_blocks < columns:
+        # No row gets longer than all blocks together: the tables need no more columns, and so there can be more rows.
+        sizes = _Sizes(layers, fixed.num_blocks * probe.block_size, fields, state_copies)
+        fixed = choose_config(1 if max_seqs is None else max_seqs)
+    widest = -(-sizes.max_seq_len // probe.block_size)
+    most = min(MOST_ROWS, MOST_INDEX // widest) if max_seqs is None else max_seqs
 
     def count_rows(blocks_each: float, config_of: Any) -> int:
         def is_too_many(rows: int) -> bool:
@@ -150,7 +156,6 @@ def plan(
 
         return bisect.bisect_left(range(1, most + 1), True, key=is_too_many)
 
-    fixed = choose_config(1 if max_seqs is None else max_seqs)
     by_rows = sizes.state_bytes > 0 or any(reach is not None for reach in probe.group_visible_tokens)
     rows_matter = max_seqs is None and by_rows
     rows = count_rows(blocks, choose_config if rows_matter else lambda _: fixed)
