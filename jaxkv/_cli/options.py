@@ -3,7 +3,7 @@
 import pathlib
 from typing import Any
 
-from jaxkv._cli.units import parse_bytes, parse_count
+from jaxkv._cli.units import parse_bytes, parse_count, parse_share
 
 # Names that registries know elsewhere; a test holds them against those.
 CHIPS = ("v5e", "v6e", "tpu7x", "h100", "h200")
@@ -16,10 +16,8 @@ def add_model(add: Any, default: str | None) -> None:
     what = "a Hugging Face folder, a GGUF file or owner/name"
     text = what if default is None else f"{what}; default: {default}"
     add("--model", type=pathlib.Path, required=default is None, help=text)
-    add(
-        "--dtype",
-        help="compute and cache in this dtype; default: float32 for the built-in model, else the checkpoint's",
-    )
+    dtype = "the checkpoint's" if default is None else "float32 for the built-in model, else the checkpoint's"
+    add("--dtype", help=f"compute and cache in this dtype; default: {dtype}")
     add("--cache-dtype", choices=DTYPES, help="store keys and values in this; default: what is computed in")
     add("--devices", type=int, default=1, help="divide model and cache over so many devices; default: %(default)s")
     add("--block-size", type=int, help="tokens per block; default: what the kernels of the platform take, 16 on a CPU")
@@ -53,7 +51,7 @@ def add_generate(commands: Any) -> None:
     add("--token-ids", action="store_true", help="prompts are numbers of tokens, such as 1,15043, and so is the output")
     add("--system", help="with --chat: what the model is told before")
     add_sampling(add, 96)
-    add("--max-seqs", type=int, default=8, help="sequences computed at the same time; default: %(default)s")
+    add("--max-seqs", type=parse_count, default=8, help="sequences computed at the same time; default: %(default)s")
     add("--max-seq-len", type=parse_count, help="the most tokens of a sequence; default: what the prompts need")
     add(
         "--memory",
@@ -61,7 +59,7 @@ def add_generate(commands: Any) -> None:
         help="what the cache may take, for example 512MiB or 2GB; default: what all rows need",
     )
     add("--evict", choices=SCORES, help="after the prompt keep the tokens of each row that this score finds best")
-    add("--keep", type=_share, help="with --evict: a share, or a number of tokens; default: 0.5")
+    add("--keep", type=parse_share, help="with --evict: a share, or a number of tokens; default: 0.5")
     add(
         "--budget",
         choices=("uniform", "pyramid", "ada"),
@@ -110,21 +108,21 @@ def add_serve(commands: Any) -> None:
     add_sampling(add, 1024)
     add("--host", default="127.0.0.1", help="default: %(default)s, this machine alone; 0.0.0.0: all who reach it")
     add("--port", type=int, default=8000, help="default: %(default)s")
-    add("--max-seqs", type=int, default=16, help="sequences computed at the same time; default: %(default)s")
+    add("--max-seqs", type=parse_count, default=16, help="sequences computed at the same time; default: %(default)s")
     add(
         "--max-seq-len",
         type=parse_count,
         help="the most tokens of a sequence; default: the model's, but no more than 8192",
     )
     add("--memory", type=parse_bytes, help="what the cache may take, for example 2GB; default: what all rows need")
-    add("--max-waiting", type=int, default=256, help="answers that may wait; more are refused; default: %(default)s")
+    add(
+        "--max-waiting",
+        type=parse_count,
+        default=256,
+        help="answers that may wait; more are refused; default: %(default)s",
+    )
     add("--no-warmup", dest="warmup", action="store_false", help="listen at once, and compile when requests come")
     add("--grace", type=int, default=10, help="seconds that Ctrl-C leaves to what is running; default: %(default)s")
-
-
-def _share(text: str) -> float:
-    """Parses a number of tokens, or a share of them."""
-    return int(text) if text.strip().isdigit() else float(text)
 
 
 def _mean(text: str) -> float:
@@ -167,7 +165,11 @@ def add_plan(commands: Any) -> None:
         type=parse_count,
         help="the most tokens of a sequence, such as 32K; default: the longest of --lengths, or the model's",
     )
-    add("--max-seqs", type=int, help="sequences at the same time; default: as many as fit, of the lengths to expect")
+    add(
+        "--max-seqs",
+        type=parse_count,
+        help="sequences at the same time; default: as many as fit, of the lengths to expect",
+    )
     add(
         "--mean-len",
         type=_mean,

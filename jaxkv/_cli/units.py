@@ -26,7 +26,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """Parses a number of tokens, for argparse: `8k` is 8,000 and `8K` is 8,192, as vLLM reads them.
+    """Parses a number of tokens or of sequences, for argparse: `8k` is 8,000 and `8K` is 8,192, as vLLM reads them.
 
     >>> parse_count("8k"), parse_count("8K"), parse_count("1.5M"), parse_count("10")
     (8000, 8192, 1572864, 10)
@@ -37,9 +37,23 @@ def parse_count(text: str) -> int:
         return int(found[1])
     if count % 1:
         raise argparse.ArgumentTypeError(
-            f"{text[:80]!r} is not a number of tokens: write it out, or with a unit such as 8k (8,000) or 8K (8,192)"
+            f"{text[:80]!r} is not a whole number: write it out, or with a unit such as 8k (8,000) or 8K (8,192)"
         )
     return int(count)
+
+
+def parse_share(text: str) -> float:
+    """Parses a number of tokens, or a share of them, for argparse.
+
+    >>> parse_share("100"), parse_share("0.25")
+    (100, 0.25)
+    """
+    try:
+        return int(text) if text.strip().isdigit() else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!r} is neither a share, such as 0.5, nor a number of tokens, such as 100"
+        ) from None
 
 
 def columns(lines: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:

@@ -148,6 +148,19 @@ def test_a_size_that_is_none(size, capsys):
         assert end.value.code == 2 and "--memory" in err and "Traceback" not in err and len(err) < 1500
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--keep", "half", "'half' is neither a share, such as 0.5, nor a number of tokens"),
+        ("--max-seqs", "few", "'few' is not a whole number: write it out, or with a unit such as 8k"),
+    ],
+)
+def test_what_is_no_number_is_told_what_one_is(option, value, sentence, capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--evict", "snapkv", option, value])
+    assert f"argument {option}: {sentence}" in capsys.readouterr().err
+
+
 def test_prompts_that_are_no_utf8_name_their_file(tmp_path, capsys):
     (tmp_path / "prompts.txt").write_bytes("hello".encode("utf-16"))
     assert main(["generate", "--prompts", str(tmp_path / "prompts.txt")]) == 2
