@@ -85,8 +85,12 @@ def test_the_next_process_saves_what_this_one_has_computed(tmp_path):
 
 def test_bad_options_are_one_sentence_each(tmp_path):
     for fields, sentence in [
-        ({"prefix_cache": False}, "disk= and disk_bytes= are for a prefix cache: give prefix_cache=True"),
-        ({"prefix_cache": False, "disk": None}, "disk= and disk_bytes= are for a prefix cache"),
+        ({"prefix_cache": False}, "^disk= is for a prefix cache: give prefix_cache=True, too, or leave it out"),
+        ({"prefix_cache": False, "disk": None}, "^disk_bytes= is for a prefix cache"),
+        (
+            {"prefix_cache": False, "disk": None, "disk_bytes": None, "spill_bytes": 1},
+            "^spill_bytes= is for a prefix cache",
+        ),
         ({"spill_bytes": 0}, "spill_bytes must hold at least one"),
         ({"disk_bytes": "much"}, "disk_bytes must be a number, not 'much'"),
     ]:

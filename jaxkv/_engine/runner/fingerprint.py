@@ -25,10 +25,15 @@ def make_prefix(
     """Makes the `PrefixCache` that an engine's options ask for. Raises ValueError for invalid options."""
     spill_bytes = int(real("spill_bytes", spill_bytes, least=0))
     if not flag("prefix_cache", prefix_cache):
-        if disk is not None or disk_bytes is not None:
-            raise ValueError("disk= and disk_bytes= are for a prefix cache: give prefix_cache=True, too, or neither.")
-        if snapshot_bytes is not None:
-            raise ValueError("snapshot_bytes= is for a prefix cache: give prefix_cache=True, too, or leave it out.")
+        options = {
+            "disk": disk,
+            "disk_bytes": disk_bytes,
+            "snapshot_bytes": snapshot_bytes,
+            "spill_bytes": spill_bytes or None,
+        }
+        for option, value in options.items():
+            if value is not None:
+                raise ValueError(f"{option}= is for a prefix cache: give prefix_cache=True, too, or leave it out.")
         return None
     name = None if disk is None else fingerprint(model)
     if disk is not None and name is None:
@@ -36,8 +41,9 @@ def make_prefix(
             "disk= needs a model that is a pytree of its parameters, by which files tell its keys and values from "
             "another model's: this one has none that can be seen."
         )
-    options = {"spill_bytes": spill_bytes, "disk": disk, "disk_bytes": disk_bytes, "snapshot_bytes": snapshot_bytes}
-    return PrefixCache(config, model=name, **options)
+    return PrefixCache(
+        config, spill_bytes=spill_bytes, disk=disk, disk_bytes=disk_bytes, snapshot_bytes=snapshot_bytes, model=name
+    )
 
 
 def fingerprint(model: Any) -> str | None:
