@@ -40,6 +40,15 @@ def test_aligned(ahead):
     assert find_misaligned(LINES.format(**GOOD | {"ahead": ahead})) == []
 
 
+def test_a_register_that_goes_on_as_another_number():
+    """What stands in it first is aligned, what a loop adds to it afterwards is not."""
+    good = LINES.format(**GOOD)
+    reused = good.replace("\tret;", "\tadd.s32 \t%r7, %r7, 4;\n\t@%p1 bra \t$L__loop;\n\tret;")
+    assert find_misaligned(reused) == []
+    found = find_misaligned(reused.replace("\tadd.s32 \t%r8", "$L__again:\n\tadd.s32 \t%r8"))
+    assert found and all("cp.async.bulk" in text for text in found)  # the copy's place, and its barrier's
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_misaligned(name):
     (found,) = find_misaligned(LINES.format(**GOOD | BAD[name]))

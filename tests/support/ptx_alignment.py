@@ -7,7 +7,8 @@ SHARED_MEMORY = 1024  # where the driver lets a thread block's own begin
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 BULK_TENSOR, BULK, BARRIER, MATRIX = 128, 16, 8, 16  # of places in shared memory
 
-INSTRUCTION = re.compile(r"^\s*(?:@!?%?\w+\s+)?([a-z]\w*)((?:[.:]+\w+)*)\s+([^;]*);", re.MULTILINE)
+INSTRUCTION = re.compile(r"^\s*(@!?%?\w+\s+)?([a-z]\w*)((?:[.:]+\w+)*)\s+([^;]*);|^\$?\w+:", re.MULTILINE)
+REGISTER = re.compile(r"%[a-z]+\d+\b")
 OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]]+")
 PARAMETER = re.compile(r"\.param\b[^,)]*?\.align (\d+)[^,)]*?\s(\w+)(?:\[|[,\n)])")
 
@@ -19,9 +20,23 @@ def find_misaligned(assembly: str) -> list[str]:
 
 
 def _instructions(assembly: str):
-    for match in INSTRUCTION.finditer(assembly):
-        operands = [part.strip() for part in OPERAND.findall(match[3]) if part.strip()]
-        yield match[0].strip(), match[1], match[2].replace(":", ".").split(".")[1:], operands
+    """Yields each instruction's text, its name, what follows that, and the operands: registers by the value they have
+    there, `%r1_5`, where a straight run of instructions says which that is; else by their own names."""
+    latest: dict[str, str] = {}
+    for nth, match in enumerate(INSTRUCTION.finditer(assembly)):
+        if match[2] is None:
+            latest = {}  # others jump here
+            continue
+        operands = [part.strip() for part in OPERAND.findall(match[4]) if part.strip()]
+        reads = slice(0 if not operands or operands[0].startswith("[") else 1, None)
+        operands[reads] = [
+            REGISTER.sub(lambda m, latest=latest: latest.get(m[0], m[0]), part) for part in operands[reads]
+        ]
+        if reads.start:
+            written = REGISTER.findall(operands[0])
+            operands[0] = REGISTER.sub(lambda m, nth=nth: f"{m[0]}_{nth}", operands[0])
+            latest |= {name: name if match[1] else f"{name}_{nth}" for name in written}
+        yield match[0].strip(), match[2], match[3].replace(":", ".").split(".")[1:], operands
 
 
 def _accesses(assembly: str):
@@ -58,8 +73,9 @@ class _Multiples:
             for op, modifiers, (target, *sources) in steps:
                 for register in re.findall(r"%\w+", target if not target.startswith("[") else ""):
                     found = self._result(op, modifiers, sources)
-                    if found < self.known.get(register, MOST):
-                        self.known[register], changed = found, True
+                    for name in (register, register.partition("_")[0]):  # the value, and the register it is one of
+                        if found < self.known.get(name, MOST):
+                            self.known[name], changed = found, True
 
     def find_operand(self, operand: str) -> int:
         if re.fullmatch(r"-?\d+|0x[0-9A-Fa-f]+", operand):
