@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.masks import is_visible
-from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu import nibbles, tuning
 from pallas_kernels.gpu.dequantize import arrivals, join, load_scales, slots_and_wide, widen, widened
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
@@ -69,8 +69,10 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
       the base-2 logarithm of its softmax's denominator; then, if `into` is None, the output and its natural logarithm
       for the rows that were not.
     """
-    q, stored, tables, scalars, window_mask, soft_cap, interpret, sinks, _ = operands
+    q, stored, tables, scalars, window_mask, soft_cap, interpret, sinks, *_ = operands
     kv, kv_scale, format, quantized = stored.kv, stored.scale, stored.format, stored.format.is_quantized
+    groups = nibbles.find_groups(operands, tile)
+    by_token = quantized and groups is None  # a scale for all of a token's entries
     _, num_heads, head_dim = q.shape
     num_rows, num_kv_heads = tables.shape[0], operands.head_parts
     group = num_heads // num_kv_heads
@@ -121,11 +123,18 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                 q_s.at[:, span].T[...] = plgpu.load(rows_s.at[nth].T, layout=LAYOUT, optimized=False)
             plgpu.commit_smem()
 
-            def multiply_from_registers(keys):
+            def scaled(slot, which):
+                return None if groups is None else nibbles.Scaled(groups, scales_s.at[slot], which)
+
+            def multiply_from_registers(slot):
                 """Products of keys of 8 bits with the queries, 64 tokens at a time, so that two thread blocks fit."""
                 parts = []
                 for token in range(0, tokens, 64):
-                    wide_keys = widened(keys.at[pl.ds(token, 64)], q.dtype, format, in_pairs=True)
+                    keys = k_s.at[slot, pl.ds(token, 64)]
+                    if groups is None:
+                        wide_keys = widened(keys, q.dtype, format, in_pairs=True)
+                    else:
+                        wide_keys = nibbles.widened(keys, q.dtype, format, scaled(slot, 0), in_pairs=True, token=token)
                     parts.append(accumulate(interpret, full((64, columns), 0.0, LAYOUT), wide_keys, q_s.T))
                 return join(parts)
 
@@ -139,7 +148,7 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                 keys, values = k_s.at[slot], v_s.at[slot]
                 if quantized and not from_registers:
                     keys = wide_s
-                    widen(k_s.at[slot], keys, format, in_pairs=interpret is None)
+                    widen(k_s.at[slot], keys, format, in_pairs=interpret is None, scaled=scaled(slot, 0))
                     plgpu.commit_smem()
 
                 def keys_times_queries(acc_ref):
@@ -148,14 +157,15 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
 
                 probe(interpret, keys, q_s)
                 if from_registers:
-                    s = multiply_from_registers(keys)
+                    s = multiply_from_registers(slot)
                 else:
                     s = pl.run_scoped(keys_times_queries, plgpu.ACC((tokens, columns), jnp.float32))
-                if quantized:  # the scales only now: the operand takes the registers
+                if by_token:  # the scales only now: the operand takes the registers
                     key_scales, value_scales = load_scales(scales_s.at[slot], format)
                     s = s * lax.broadcast_in_dim(key_scales, s.shape, [0])
                     probe(interpret)
-                plgpu.barrier_arrive(k_free.at[slot])
+                if groups is None:
+                    plgpu.barrier_arrive(k_free.at[slot])
                 s = logits_base2(s, scale, cap if soft_cap else None)
                 s = jnp.where(seen_by_column(s.shape, first), s, -jnp.inf)
                 m, old = jnp.maximum(m, s.max(axis=0)), m
@@ -164,14 +174,14 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                 p = jnp.exp2(s - lax.broadcast_in_dim(safe, s.shape, [1]))
                 # Summed over the tile's tokens only at the end: a sum across warps in every step costs more.
                 total = total * lax.broadcast_in_dim(alpha, total.shape, [1]) + p
-                if quantized:
+                if by_token:
                     p = p * lax.broadcast_in_dim(value_scales, p.shape, [0])
                 p_s.T[...] = p.astype(q.dtype)
 
                 plgpu.barrier_wait(v_ready.at[slot])
                 if quantized:
                     values = wide_s
-                    widen(v_s.at[slot], values, format, in_pairs=interpret is None)
+                    widen(v_s.at[slot], values, format, in_pairs=interpret is None, scaled=scaled(slot, 1))
                 else:
 
                     @pl.when((first < first_seen) | (first + tokens > length))
@@ -182,6 +192,8 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                 plgpu.commit_smem()
                 if quantized:
                     plgpu.barrier_arrive(v_free.at[slot])
+                if groups is not None:
+                    plgpu.barrier_arrive(k_free.at[slot])  # and with it the scales
                 probe(interpret, values, p_s)
                 acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
                 acc = accumulate(interpret, acc, values.T, p_s.T)
@@ -223,10 +235,11 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                 (Ring(k_s, k_ready, k_free), Ring(v_s, v_ready, v_free, values=1)),
                 in_warps=not varies(kv),
                 scales=(scale_ref, scales_s) if quantized else None,
+                groups=groups,
             )
 
     def paged_decode_split(*refs):  # the name that profiles and dumps show
-        slots, wide = slots_and_wide(kv.dtype, q.dtype, format, tile, head_dim)
+        slots, wide = slots_and_wide(kv.dtype, q.dtype, format, tile, head_dim, groups)
         buffers = (
             plgpu.SMEM((columns, head_dim), q.dtype, transforms=OPERAND),
             slots,
@@ -236,7 +249,8 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
             plgpu.SMEM((len(spans), columns, spans[0].size), q.dtype),
             *wide[1:],  # K and V have one in turn
         )
-        k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(format, pieces))
+        counts = arrivals(format, pieces, groups)
+        k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in counts)
         free = plgpu.Barrier(num_barriers=stages)
         barriers = (plgpu.Barrier(num_arrivals=new_tokens * len(spans)), k_ready, v_ready, free, free)
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")

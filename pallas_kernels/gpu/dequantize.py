@@ -2,10 +2,12 @@
 
 A tile comes as it is stored, half the bytes, and becomes the matrix unit's 16-bit operand by way of registers. Beside
 keys of 8 bits the matrix unit would want queries of 8 bits, and those would lose as much again as the keys have. Scales
-come with the keys. A key's is applied to its logits and a value's to its weights, so that the products are exact.
+come with the keys. A key's is applied to its logits and a value's to its weights, so that the products are exact. Of
+four bits all of it is otherwise, by `nibbles`.
 """
 
 import itertools
+import math
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -17,9 +19,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common.quantization import StorageFormat
+from pallas_kernels.gpu import nibbles
+from pallas_kernels.gpu.nibbles import EntryGroups, Scaled
 from pallas_kernels.gpu.tiles import LAYOUT, OPERAND, Tile
 
-FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2")
+FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")
 SCALES_AT_ONCE = 32  # a bulk copy into shared memory begins on 128 bytes
 
 
@@ -69,19 +73,26 @@ PAIRS = {
 }
 
 
-def slots_and_wide(storage_dtype, dtype, format: StorageFormat, tile: Tile, head_dim: int) -> tuple:
+def slots_and_wide(storage_dtype, dtype, format: StorageFormat, tile: Tile, head_dim: int, groups=None) -> tuple:
     """Shared memory for a ring of K's tiles, or V's; and if quantized a tile of each to multiply, and the scales."""
-    shape = (tile.stages, tile.tokens, head_dim)
     if not format.is_quantized:
-        return plgpu.SMEM(shape, dtype, transforms=OPERAND), ()
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))  # type: ignore[abstract]
-    wide = plgpu.SMEM(shape[1:], dtype, transforms=OPERAND)
-    scales = plgpu.SMEM((tile.stages, 2, tile.tokens), jnp.float32)
-    return plgpu.SMEM(shape, storage_dtype, transforms=transforms), (wide, wide, scales)
+        return plgpu.SMEM((tile.stages, tile.tokens, head_dim), dtype, transforms=OPERAND), ()
+    columns = head_dim // format.numbers_per_entry
+    bytes_of_tiles = math.gcd(columns, 64)
+    transforms = (plgpu.TilingTransform((8, bytes_of_tiles)), plgpu.SwizzleTransform(bytes_of_tiles))  # type: ignore[abstract]
+    slots = plgpu.SMEM((tile.stages, tile.tokens, columns), storage_dtype, transforms=transforms)
+    wide = plgpu.SMEM((tile.tokens, head_dim), dtype, transforms=OPERAND)
+    if groups is None:
+        scales = plgpu.SMEM((tile.stages, 2, tile.tokens), jnp.float32)
+    else:
+        scales = plgpu.SMEM((tile.stages, 2, tile.tokens // groups.piece, groups.line), format.scale_dtype)
+    return slots, (wide, wide, scales)
 
 
-def arrivals(format: StorageFormat, pieces: int) -> tuple[int, int]:
+def arrivals(format: StorageFormat, pieces: int, groups: EntryGroups | None = None) -> tuple[int, int]:
     """Bulk copies that fill a slot of K, with the scales of both, and one of V."""
+    if groups is not None:
+        return (1 + 2 * len(groups.copies)) * pieces, pieces
     return (3 * pieces if format.is_quantized else pieces), pieces
 
 
@@ -95,19 +106,29 @@ def settle_scales(scales, format: StorageFormat) -> None:
     scales.at[0][...], scales.at[1][...] = load_scales(scales, format)
 
 
-def widen(stored, wide, format: StorageFormat, *, in_pairs: bool, share=0, shares: int = 1) -> None:
+def widen(stored, wide, format: StorageFormat, *, in_pairs: bool, scaled: Scaled | None = None, share=0, shares=1):
     """A tile as the matrix unit wants it. What no kernel stores, NaN and infinity, becomes finite.
 
     With `shares` warpgroups at it, each does the part that is its `share`.
     """
-    tokens, head_dim = stored.shape
+    tokens, columns = stored.shape
+    spans = [(first, 64) for first in range(0, columns, 64)] if scaled is None else nibbles.column_spans(columns)
     # One swizzled tile at a time, for the registers' sake.
-    for i, (token, column) in enumerate(itertools.product(range(0, tokens, 64), range(0, head_dim, 64))):
+    for i, (token, (column, width)) in enumerate(itertools.product(range(0, tokens, 64), spans)):
 
         @pl.when(share == i % shares)
-        def _(token=token, column=column):
-            part = (pl.ds(token, 64), pl.ds(column, 64))
-            wide.at[part][...] = widened(stored.at[part], wide.dtype, format, in_pairs=in_pairs)
+        def _(token=token, column=column, width=width):
+            rows = pl.ds(token, 64)
+            part = stored.at[rows, pl.ds(column, width)]
+            if scaled is None:
+                wide.at[rows, pl.ds(column, width)][...] = widened(part, wide.dtype, format, in_pairs=in_pairs)
+                return
+            numbers = nibbles.widened(part, wide.dtype, format, scaled, in_pairs=in_pairs, token=token, column=column)
+            if width == columns:
+                wide.at[rows][...] = numbers
+                return
+            wide.at[rows, pl.ds(column, width)][...] = numbers[:, :width]
+            wide.at[rows, pl.ds(columns + column, width)][...] = numbers[:, width:]
 
 
 def widened(stored, dtype, format: StorageFormat, *, in_pairs: bool):

@@ -86,7 +86,7 @@ def split(
       base-2 logarithm of its softmax's denominator; None and None if there are none. Then, if `into` is None, of the
       others the output, `[N, H, rank]`, and its natural logarithm, `f32[S, H // h, 64]`, or `[W, ..]` if `by_item`.
     """
-    q, stored, tables, scalars, window_mask, soft_cap, interpret, sinks, _ = operands
+    q, stored, tables, scalars, window_mask, soft_cap, interpret, sinks, *_ = operands
     kv, rank = stored.kv, stored.latent_rank
     assert rank is not None
     num_tokens, num_heads, width = q.shape

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.masks import is_visible
+from pallas_kernels.gpu import nibbles
 from pallas_kernels.gpu.dequantize import arrivals, settle_scales, slots_and_wide, widen
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
@@ -113,8 +114,10 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
       `[W * C, K, n, 64, E]`, not written without tiles. And the natural logarithm of the softmax's denominator,
       `f32[W * C, K, n * 64]`.
     """
-    q, stored, tables, scalars, window_mask, soft_cap, interpret, sinks, _ = operands
+    q, stored, tables, scalars, window_mask, soft_cap, interpret, sinks, *_ = operands
     kv, kv_scale, format, quantized = stored.kv, stored.scale, stored.format, stored.format.is_quantized
+    groups = nibbles.find_groups(operands, plan.tile)
+    by_token = quantized and groups is None  # a scale for all of a token's entries
     tile, weights_in_registers, in_turns, ahead = (plan.tile, plan.weights_in_registers, plan.in_turns, plan.ahead)
     (_, num_heads, head_dim), (_, chunks, _), num_kv_heads = q.shape, items.shape, operands.head_parts
     items = items.reshape(-1, items.shape[2])
@@ -145,9 +148,11 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             num_tiles = end - start
             return row, first_token, stop, first_seen, start, num_tiles
 
-        def widen_together(stored, tile_s, which):
+        def widen_together(stored, tile_s, slot, which):
             """Each consumer does a share, and waits for the other's."""
-            widen(stored, tile_s, format, in_pairs=interpret is None, share=anew(warpgroup), shares=CONSUMERS)
+            scaled = None if groups is None else nibbles.Scaled(groups, wide[2].at[slot], which)
+            share = {"share": anew(warpgroup), "shares": CONSUMERS}
+            widen(stored, tile_s, format, in_pairs=interpret is None, scaled=scaled, **share)
             plgpu.commit_smem()
             plgpu.barrier_arrive(widened[which])
             plgpu.barrier_wait(widened[which])
@@ -205,8 +210,9 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
                 return widen_own_keys(slot)
             # Once all of K is widened, both have multiplied by the V before, and once V is by this K: each may be
             # overwritten then.
-            pl.when(anew(warpgroup) == 0)(lambda: settle_scales(wide[2].at[slot], format))
-            widen_together(k_s.at[slot], wide[0], 0)
+            if by_token:
+                pl.when(anew(warpgroup) == 0)(lambda: settle_scales(wide[2].at[slot], format))
+            widen_together(k_s.at[slot], wide[0], slot, 0)
             return wide[0]
 
         def widen_own_keys(slot):
@@ -231,7 +237,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
                     plgpu.commit_smem()
                 else:
                     values = wide[1]
-                    widen_together(v_s.at[slot], values, 1)
+                    widen_together(v_s.at[slot], values, slot, 1)
                 plgpu.barrier_arrive(k_free.at[slot])  # and with it the scales
                 plgpu.barrier_arrive(v_free.at[own_slot(slot)])
                 return values
@@ -273,7 +279,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             slot, first = slot_of(i), first_of(part, i)
             if not quantized:
                 plgpu.barrier_arrive(k_free.at[slot])
-            else:
+            elif by_token:
                 s = s * lax.broadcast_in_dim(scales(slot, 0), s.shape, [1])
             s = logits_base2(s, part.scale, part.cap if soft_cap else None)
             # Does some token of the item not see all of the tile?
@@ -289,7 +295,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             alpha = jnp.exp2(old - safe)
             p = jnp.exp2(s - lax.broadcast_in_dim(safe, s.shape, [0]))
             total = total * alpha + p.sum(axis=1)
-            if quantized:
+            if by_token:
                 p = p * lax.broadcast_in_dim(scales(slot, 1), p.shape, [1])
             if ahead or (in_turns and weights_in_registers):
                 # All weights are in the sum, and a store has its place: else the compiler puts their exponentials off,
@@ -515,10 +521,11 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
                 rings,
                 in_warps=not varies(kv),
                 scales=(scale_ref, wide[2]) if quantized else None,
+                groups=groups,
             )
 
     def paged_prefill(*refs):  # the name that profiles and dumps show
-        keys, wide = slots_and_wide(kv.dtype, q.dtype, format, tile, head_dim)
+        keys, wide = slots_and_wide(kv.dtype, q.dtype, format, tile, head_dim, groups)
         values = keys
         if splits_columns:  # a ring for each consumer; and a tile of K and one of V are multiplied in one place
             own_tile = dataclasses.replace(tile, stages=CONSUMERS * stages)
@@ -540,7 +547,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
         sizes = stages, stages * CONSUMERS // readers
         k_ready, v_ready, k_free, v_free = (
             plgpu.Barrier(num_arrivals=n, num_barriers=size)
-            for n, size in zip((*arrivals(format, pieces), CONSUMERS, readers), 2 * sizes, strict=True)
+            for n, size in zip((*arrivals(format, pieces, groups), CONSUMERS, readers), 2 * sizes, strict=True)
         )
         q_ready = plgpu.Barrier(num_arrivals=group, num_barriers=CONSUMERS)
         of_both = plgpu.Barrier(num_arrivals=CONSUMERS)

@@ -54,7 +54,7 @@ def attend(
     num_rows, width = batch.query_lens.shape[0], token_axes[-1]
     shared = num_heads // kv.shape[2]
     if rank is None:
-        split = tuning.split_heads(shared, kernel_head_dim(head_dim), kv.dtype.itemsize)
+        split = tuning.split_heads(shared, kernel_head_dim(head_dim), tuning.number_bytes(stored))
         padded, prefill_rows = split.parts * split.group, _prefill_rows
     else:
         padded, prefill_rows = -(-num_heads // 8) * 8, _prefill_latent  # bulk copies of a token's are of whole tiles
@@ -69,7 +69,10 @@ def attend(
     token = Tokens(*(x.reshape(-1) for x in token))
     q = _pad_heads(q.reshape(-1, num_heads, head_dim), 1, kv.shape[2], padded)
     # Whole swizzled tiles: no bulk copy may reach beyond a dimension that is cut into tiles.
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, kernel_head_dim(head_dim) - head_dim)))
+    parts = stored.format.numbers_per_entry  # of a head, in columns of their own
+    q = _pad_columns(q, kernel_head_dim(head_dim), parts)
+    if stored.format.group_size is not None:  # those of a token side by side: bulk copies are of no short lines
+        stored = stored.replace(kv, stored.scale.reshape(*kv.shape[:3], -1))
     if len(token_axes) == 2:
         start = jnp.arange(num_rows, dtype=jnp.int32) * width
     else:
@@ -84,6 +87,7 @@ def attend(
         interpret,
         sinks,
         split.parts,
+        head_dim,
     )
     token_mask = None
     if width > 1 and mask.by_token:
@@ -117,7 +121,8 @@ def attend(
             lse = jnp.where(
                 (seen & (query_lens[token.row] == 1))[:, None], alone_lse.reshape(num_rows, -1)[token.row], lse
             )
-    out = _drop_padded_heads(out[..., : rank or head_dim], 1, kv.shape[2], shared).reshape(*token_axes, num_heads, -1)
+    out = _drop_padded_heads(_drop_columns(out, rank or head_dim, parts), 1, kv.shape[2], shared)
+    out = out.reshape(*token_axes, num_heads, -1)
     lse = _drop_padded_heads(lse.reshape(q.shape[0], -1), 1, kv.shape[2], shared).reshape(*token_axes, num_heads)
     return (out, lse) if return_lse else out
 
@@ -142,6 +147,19 @@ def _drop_padded_heads(x, axis: int, num_kv_heads: int, group: int):
     return x.reshape(*x.shape[:axis], num_kv_heads * group, *x.shape[axis + 2 :])
 
 
+def _pad_columns(x, width: int, parts: int):
+    """Pads heads `[..., D]` to whole swizzled tiles, in each of their parts as far."""
+    x = x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts)
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width // parts - x.shape[-1])])
+    return x.reshape(*x.shape[:-2], width)
+
+
+def _drop_columns(x, head_dim: int, parts: int):
+    """Inverts `_pad_columns`."""
+    x = x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts)[..., : head_dim // parts]
+    return x.reshape(*x.shape[:-2], head_dim)
+
+
 def tiles_of_a_row(capacity: int, window_mask: WindowMask, new_tokens: int, tile_tokens: int) -> int:
     """Returns the most tiles that `new_tokens` consecutive tokens see of a row with room for `capacity` tokens."""
     most, seen = -(-capacity // tile_tokens), window_mask.most(new_tokens)
@@ -161,7 +179,7 @@ def _decode_rows(operands: Operands, rows: DecodeRows, place, alone_of: int | No
       has it where it is None, and the LSE `f32[S, K, new_tokens * group]`, K of latent rows the tiles of heads; 0 and
       -inf for tokens that see nothing. Rows not taken have any LSE.
     """
-    q, stored, tables, _, window_mask, _, interpret, sinks, _ = operands
+    q, stored, tables, _, window_mask, _, interpret, sinks, *_ = operands
     kv, rank, (_, new, start, token, token_mask, deterministic) = stored.kv, stored.latent_rank, rows
     num_rows, num_kv_heads, block_size = tables.shape[0], operands.head_parts, kv.shape[3]
     if rank is not None:  # tiles of heads, all of the one KV head
@@ -169,7 +187,7 @@ def _decode_rows(operands: Operands, rows: DecodeRows, place, alone_of: int | No
     used = new_tokens * (q.shape[1] // num_kv_heads)
     if rank is None:
         columns = -(-used // 8) * 8
-        plan = tuning.decode_plan(q.shape[2], columns, kv.dtype.itemsize)
+        plan = tuning.decode_plan(q.shape[2], columns, tuning.number_bytes(stored))
         split = functools.partial(decode.split, columns=columns)
     else:
         columns, plan = latent.QUERY_ROWS, tuning.latent_plan(q.shape[2])
@@ -270,12 +288,12 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
     Returns:
       `[N, H, D]` and the LSE, `f32[N, H]`. Tokens of other rows have anything, and padding an output of 0.
     """
-    q, stored, _, _, _, _, interpret, sinks, _ = operands
+    q, stored, _, _, _, _, interpret, sinks, *_ = operands
     kv, quantized, token = stored.kv, stored.format.is_quantized, rows.token
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = operands.head_parts
     group = num_heads // num_kv_heads
-    plan = tuning.prefill_plan(head_dim, kv.shape[3], kv.dtype.itemsize)
+    plan = tuning.prefill_plan(head_dim, kv.shape[3], tuning.number_bytes(stored))
     division, own = prefill.divide(head_dim), prefill.tokens_of(group)
     halves, item_tokens = division.halves, division.halves * own
     items, token_masks, item, nth = _prefill_items(

@@ -12,6 +12,7 @@ from pallas_kernels.xla.chosen_rows import describe_rows
 FALLBACK = "leave implementation=None to use XLA's"
 CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup matrix instructions, which newer chips do not have either
 MOST_HEAD_DIM, MOST_PADDED_DIM = 512, 256
+EVEN_HALVES = 16  # half of a head in four bits is whole runs of columns that have one scale
 # Of latent rows: half of the values' columns are whole tiles; and what shared memory and registers hold.
 RANKS, MOST_RANK, MOST_WIDTH, HEADS_AT_ONCE = 128, 512, 576, 64
 
@@ -29,8 +30,8 @@ def unsupported(op: str, call: Call) -> str | None:
         return f"The gpu kernels take no mask besides causality and window; {FALLBACK}."
     if kv_scale is not None and kind is None:
         return f"The gpu kernels take no kv_scale without a kind; name it, or {FALLBACK}."
-    if kv_scale is not None and kv_scale.dtype != jnp.float32:
-        return f"The gpu kernels read scales of float32, not {kv_scale.dtype}; cast them, or {FALLBACK}."
+    if kv_scale is not None and kv_scale.dtype != (wanted := call.stored.format.scale_dtype):
+        return f"The gpu kernels read scales of {wanted}, not {kv_scale.dtype}; cast them, or {FALLBACK}."
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"The gpu kernels compute in bfloat16 or float16, not {q.dtype}; cast q and the pool, or {FALLBACK}."
     if kind is None and kv.dtype != q.dtype:
@@ -42,6 +43,12 @@ def unsupported(op: str, call: Call) -> str | None:
         return (
             f"The gpu kernels need a block_size in multiples of {least} tokens{'' if kind is None else f' in {kind}'}, "
             f"not {block_size}; {FALLBACK}."
+        )
+    stored *= call.stored.format.numbers_per_entry
+    if call.stored.format.group_size is not None and (head_dim % EVEN_HALVES or head_dim > MOST_PADDED_DIM):
+        return (
+            f"The gpu kernels read head_dim in multiples of {EVEN_HALVES} up to {MOST_PADDED_DIM} in {kind}, not "
+            f"{head_dim}; {FALLBACK}."
         )
     widest = MOST_HEAD_DIM if rank is None else MOST_WIDTH
     if kernel_head_dim(head_dim) > min(stored, widest):

@@ -27,7 +27,7 @@ class Operands(NamedTuple):
     """What every kernel over a step's tokens takes."""
 
     q: jax.Array  # [N, H, D], D a multiple of 64: all tokens of the step
-    stored: StoredKV  # D' of the pool at least D; scales of float32
+    stored: StoredKV  # D' of the pool at least D; scales with those of a token beside one another
     tables: jax.Array  # i32[S, M]
     scalars: jax.Array  # f32[2], see `logits_base2`
     window_mask: WindowMask  # how far back tokens see, where a `token_mask` does not say more
@@ -35,6 +35,7 @@ class Operands(NamedTuple):
     interpret: InterpretParams
     sinks: jax.Array | None = None  # one more logit in each softmax's denominator
     parts: int = 1  # of the query heads of a KV head, each in thread blocks of its own
+    head_dim: int = 0  # of the caller's
 
     @property
     def head_parts(self) -> int:
@@ -153,7 +154,16 @@ class Ring(NamedTuple):
 
 
 def fetch(
-    kv_ref, tables_ref, walk: Walk, tile: Tile, window_mask: WindowMask, rings: Sequence[Ring], *, in_warps, scales=None
+    kv_ref,
+    tables_ref,
+    walk: Walk,
+    tile: Tile,
+    window_mask: WindowMask,
+    rings: Sequence[Ring],
+    *,
+    in_warps,
+    scales=None,
+    groups=None,
 ) -> None:
     """The producer: copy tiles `start`, `start + 1`, ... of a row's K and V into a ring of slots each, or of V's
     columns into several; of latent rows into one.
@@ -162,7 +172,7 @@ def fetch(
     fetched in their stead, so that every slot gets the same number of copies. Table entries are clamped into the pool.
 
     `scales`: those of a quantised pool, `[num_blocks + 1, 2, K, block_size]`, and their ring, `[stages, 2, tokens]`:
-    they come with the keys.
+    they come with the keys. With `groups`, `nibbles.EntryGroups`, `block_size * G`, and `[stages, 2, pieces, line]`.
     """
     row, head, start, num_tiles, first_seen, length = walk
     num_blocks, _, _, block_size, stored_dim = kv_ref.shape
@@ -202,8 +212,13 @@ def fetch(
                     here = pl.ds(j * piece, piece)
                     plgpu.copy_gmem_to_smem(source, ring.slots.at[nth, here], ring.ready.at[nth])
                     for which in range(2 if scales is not None and ring.values == 0 else 0):
-                        source = scales[0].at[block, which, head, span]
-                        plgpu.copy_gmem_to_smem(source, scales[1].at[slot, which, here], ring.ready.at[nth])
+                        if groups is None:
+                            source = scales[0].at[block, which, head, span]
+                            plgpu.copy_gmem_to_smem(source, scales[1].at[slot, which, here], ring.ready.at[nth])
+                        for begin, size in () if groups is None else groups.copies:
+                            source = scales[0].at[block, which, head, pl.ds(span.start * groups.count + begin, size)]
+                            target = scales[1].at[slot, which, j, pl.ds(begin, size)]
+                            plgpu.copy_gmem_to_smem(source, target, ring.ready.at[nth])
 
         @pl.loop(jnp.maximum(num_tiles - stages, 0), num_tiles)
         def drain(i):  # JAX 0.11's interpreter insists that every arrival is seen

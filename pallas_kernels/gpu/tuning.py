@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
+from pallas_kernels.common.batch import StoredKV
 from pallas_kernels.gpu.tiles import Tile
 
 # The kernel that merges is started while the one that splits still runs, and waits for its end on the chip.
@@ -48,23 +49,30 @@ TUNED_DECODE: dict[tuple[Chip, int, int], DecodePlan] = {}
 TUNED_PREFILL: dict[tuple[Chip, int], PrefillPlan] = {}
 
 
-def decode_plan(head_dim: int, columns: int, itemsize: int = 2) -> DecodePlan:
-    """The plan for the chip at hand, or for an H200 where there is none. `itemsize`: of the pool."""
+def number_bytes(stored: StoredKV) -> float:
+    """Returns what a number of a pool takes: two bytes, one, or half of one."""
+    return stored.kv.dtype.itemsize / stored.format.numbers_per_entry
+
+
+def decode_plan(head_dim: int, columns: int, itemsize: float = 2) -> DecodePlan:
+    """The plan for the chip at hand, or for an H200 where there is none. `itemsize`: `number_bytes` of the pool."""
     here = chip()
     if itemsize == 2 and (plan := TUNED_DECODE.get((here, head_dim, columns))):
         return plan
     # Two thread blocks a multiprocessor, if they fit, hide each other's waits; the slots share what memory that leaves.
     # Of bytes a tile has twice the tokens, where registers allow: what is done once a tile takes as long as with more.
-    tokens = 128 if itemsize == 1 and head_dim <= 128 and columns <= 8 else 64
-    stage = 2 * tokens * head_dim * itemsize
+    tokens = 128 if itemsize <= 1 and head_dim <= 128 and columns <= 8 else 64
+    stage = int(2 * tokens * head_dim * itemsize)
     rest = columns * (tokens + head_dim * 2) * 2 + 4096
-    if itemsize == 1:  # scales, and a tile to multiply
-        stage, rest = stage + 2 * tokens * 4, rest + tokens * head_dim * 2
-    # 32 columns take too many registers, or 24 beside an operand.
-    in_flight, most_columns = 256 // (tokens * itemsize), 24 if itemsize == 2 else 16
+    if itemsize <= 1:  # scales, and a tile to multiply
+        stage += 2 * tokens * (4 if itemsize == 1 else head_dim // 32 * 2)
+        rest += tokens * head_dim * 2
+    # 32 columns take too many registers, or beside an operand 24, or any if that is wide.
+    most_columns = 24 if itemsize == 2 else 16 if head_dim <= 128 else 0
+    in_flight = 256 // (tokens * max(int(itemsize), 1))
     two_fit = 2 * (in_flight * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED
     blocks = 2 if columns <= most_columns and two_fit else 1
-    most = 1024 // (tokens * itemsize) // blocks
+    most = int(1024 // (tokens * itemsize)) // blocks
     stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, most)
     return DecodePlan(Tile(tokens=tokens, stages=stages), num_blocks=blocks * here[1])
 
@@ -81,7 +89,7 @@ class Split(NamedTuple):
         return width * self.group <= self.columns and (width == 1 or not deterministic)
 
 
-def split_heads(group: int, head_dim: int, itemsize: int) -> Split:
+def split_heads(group: int, head_dim: int, itemsize: float) -> Split:
     """Returns the parts of a KV head's query heads: none has more than the registers and shared memory of decode have
     room for."""
     columns = next(n for n in (MOST_COLUMNS, 24, 16, 8) if decode_plan(head_dim, n, itemsize).tile.stages > 0)
@@ -102,7 +110,7 @@ def merge_blocks() -> int:
     return 4 * chip()[1]
 
 
-def prefill_plan(head_dim: int, block_size: int, itemsize: int = 2) -> PrefillPlan:
+def prefill_plan(head_dim: int, block_size: int, itemsize: float = 2) -> PrefillPlan:
     """The plan for the chip at hand, or for an H200 where there is none."""
     # Of heads of more than 256 shared memory holds the queries, and a tile of K and one of V at a time.
     tile = Tile(tokens=128 if head_dim <= 128 else 64, stages=2 if head_dim <= 256 else 1)

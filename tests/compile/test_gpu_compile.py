@@ -86,7 +86,13 @@ if NIGHTLY:
         "gemma2-2b-int8": 168,
         "gemma2-2b-float8_e5m2": 168,
         "48-heads-int8": 168,
+        "llama3-8b-int4": 128,
+        "llama3.2-1b-int4": 96,
+        "96-int4": 128,
+        "192-int4": 168,
+        "gemma2-2b-int4": 168,
     }
+CUT_QUANTISED = ("gemma2", "96", "192")  # whose contexts are, as of `CUT`
 WIDE_QUANTISED = ["512-int8", "512-float8_e4m3fn", "512-float8_e5m2", "512-window-int8"] * NIGHTLY
 
 
@@ -117,7 +123,7 @@ if NIGHTLY:
 
 # And how many kernels it takes: a list of work, both of decode; over latent rows of int8 XLA runs.
 CHOSEN = {"chosen": 3, "chosen-plain": 3, "chosen-int8": 3, "chosen-latent-int8": 0} if NIGHTLY else {}
-KEPT = ["bounds", "heads"] * NIGHTLY
+KEPT = ["bounds", "heads", "four bits"] * NIGHTLY
 STEPS = ["step", *["step-shared"] * NIGHTLY]
 
 
@@ -231,7 +237,7 @@ def test_quantised_within_budget(name, report):
     assert registers_after_trade(prefill) <= 128 * 3 * prefill["registers"] and prefill["shared_memory"] <= 227 * 1024
     # Decode multiplies K from registers; of prefill one more than in 16 bits, for K widened.
     assert decode["of_registers"] == decode["wgmma"] // 2
-    assert decode["proxy_fences"] == 3 and prefill["proxy_fences"] == (6 if name.startswith("gemma2") else 7)
+    assert decode["proxy_fences"] == 3 and prefill["proxy_fences"] == (6 if name.startswith(CUT_QUANTISED) else 7)
     assert decode["bulk_copies"] >= 5 and prefill["bulk_copies"] >= 5  # q, K, V, and the scales of both
 
 
@@ -305,10 +311,11 @@ def test_step_updates_the_pools_in_place(name, report):
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_layers_that_keep_bounds_or_evict_by_heads(name, report):
+def test_layers_that_keep_bounds_or_scales_of_groups_or_evict_by_heads(name, report):
     step = report[name]
-    lists = {"bounds": 1, "heads": 2}[name]  # of work: one for each group of layers
+    lists = {"bounds": 1, "heads": 2, "four bits": 1}[name]  # of work: one for each group of layers
     assert step["kernels"] == lists + 4 and step["pool_copies"] == 0  # split and merge of each layer
+    assert step.get("scale_copies", 0) == 0
     assert step["alias_bytes"] >= step["pool_bytes"] and step["temp_bytes"] < 0.1 * step["pool_bytes"], step
 
 

@@ -130,8 +130,9 @@ def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat1
     heads = (shape.num_heads, shape.head_dim)
     q = array((tokens, *heads) if packed else (ROWS, tokens, *heads), dtype)
     pool = (NUM_BLOCKS, 2 if shape.rank is None else 1, shape.num_kv_heads, block_size)
-    kv = array((*pool, stored), dtype if kind is None else find_format(kind).storage_dtype)
-    scale = None if kind is None else array(pool, jnp.float32)
+    format = find_format(kind)
+    kv = array((*pool, format.stored_dim(stored)), dtype if kind is None else format.storage_dtype)
+    scale = None if kind is None else array((*pool, *format.scale_axes(shape.head_dim)), format.scale_dtype)
     row, sinks = array((ROWS,), jnp.int32), array((shape.num_heads,), jnp.float32) if sinks else None
     options = dict(window=shape.window, soft_cap=shape.soft_cap, return_lse=True, kind=kind, chunk=chunk)
     options |= {"sink_tokens": sink_tokens, "deterministic": deterministic}
@@ -293,7 +294,9 @@ def of_a_cache(**fields):
     """A decode step of a cache's two layers: what it does to their pools."""
     shape = SHAPES["llama3-8b"]
     layer = jaxkv.LayerConfig(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, **fields)
-    config = jaxkv.CacheConfig(layers=(layer,) * 2, max_seqs=ROWS, max_seq_len=2048, num_blocks=NUM_BLOCKS)
+    config = jaxkv.CacheConfig(
+        layers=(layer,) * 2, max_seqs=ROWS, max_seq_len=2048, num_blocks=NUM_BLOCKS, head_dim_multiple=64
+    )
     cache = jax.tree.map(lambda x: array(x.shape, x.dtype), jax.eval_shape(lambda: jaxkv.init(config)))
     q, k = (array((ROWS, 1, heads, shape.head_dim)) for heads in (shape.num_heads, shape.num_kv_heads))
 
@@ -306,13 +309,17 @@ def of_a_cache(**fields):
 
     with jax.set_mesh(sharding().mesh):
         compiled, _ = compile_(decode, cache, q, k, donate_argnums=0)
-    return fate(compiled, [pool.kv for pool in cache.pools])
+    pools = [pool.kv for pool in cache.pools]
+    if cache.pools[0].scale is None:
+        return fate(compiled, pools)
+    scales = fate(compiled, [pool.scale for pool in cache.pools])
+    return fate(compiled, pools) | {"scale_copies": scales["pool_copies"], "scale_bytes": scales["pool_bytes"]}
 
 
 def fate(compiled, pools):
     """What a program does to its pools."""
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    dtype = {"bfloat16": "bf16", "float32": "f32", "int8": "s8"}[pools[0].dtype.name]
+    dtype = {"bfloat16": "bf16", "float32": "f32", "int8": "s8", "uint8": "u8"}[pools[0].dtype.name]
     pool_type = re.escape(f"{dtype}[{','.join(map(str, pools[0].shape))}]")
     return {
         "pool_bytes": sum(pool.size * pool.dtype.itemsize for pool in pools),
@@ -376,6 +383,13 @@ JOBS = {
             AttentionShape(16, 2, 512, num_layers=1), kind=kind, block_size=32, tokens=64
         )
         for kind in gpu.FORMATS
+        if kind != "int4"
+    },
+    **{
+        f"{n}-int4": lambda n=n: attention(
+            AttentionShape(10, 2, n, num_layers=1), kind="int4", block_size=32, tokens=64, dtype=jnp.float16
+        )
+        for n in (96, 192)
     },
     "512-window-int8": lambda: attention(
         AttentionShape(16, 2, 512, num_layers=1, window=100), kind="int8", block_size=32, tokens=64, sink_tokens=4
@@ -446,6 +460,7 @@ JOBS = {
     "scanned": scanned,
     "bounds": lambda: of_a_cache(bounds=True),
     "heads": lambda: of_a_cache(evict="head"),
+    "four bits": lambda: of_a_cache(dtype="int4", rotate=False),
     "launches": lambda: launches(DECODE_STEPS),
     "other-launches": lambda: launches(OTHER_STEPS),
     "control-no-fence": without_fence,

@@ -15,6 +15,7 @@ from seen import seen_by
 from pallas_kernels import gpu, testing
 from pallas_kernels.common.batch import bundle_call
 from pallas_kernels.common.masks import WindowMask
+from pallas_kernels.common.quantization import FORMATS
 from pallas_kernels.gpu import tuning, work_items as work
 from pallas_kernels.gpu.tiles import Tile
 from pallas_kernels.testing import Case, Inputs
@@ -93,7 +94,8 @@ class Trial:
         inputs, options = self.inputs()
         held, quantised = inputs, {}
         if self.kind is not None:
-            inputs, scale, held = testing.quantise(self.case, inputs, self.kind)
+            scale_dtype = FORMATS[self.kind].scale_dtype
+            inputs, scale, held = testing.quantise(self.case, inputs, self.kind, scale_dtype)
             quantised = {"kv_scale": scale, "kind": self.kind}
         given = dict(q=inputs.q, kv=inputs.kv, rank=self.case.rank, **quantised)
         assert gpu.unsupported("paged_attention", bundle_call(**given)) is None
@@ -269,6 +271,27 @@ QUANTISED_DECODE = {
         Case((150, 40), (1, 1), num_heads=96, num_kv_heads=2, block_size=32, **B16), kind="int8", **SMALL,
     ),
     "e5m2, few tokens": Trial(Case((200, 5), (3, 5), **BLOCKS_OF_32), kind="float8_e5m2", **SMALL),
+    "int4, one tile": Trial(Case((33,), (1,), num_heads=2, **BLOCKS_OF_32), kind="int4"),
+    "int4, lengths": Trial(Case((5, 0, 150, 64), (1, 0, 1, 1), block_size=32, **B16), kind="int4", **SMALL),
+    "int4, ring": Trial(Case((500,), (1,), head_dim=128, **BLOCKS_OF_32), kind="int4"),
+    "int4, odd groups": Trial(
+        Case((130, 63), (1, 1), head_dim=80, stored_head_dim=128, block_size=32, **B16), kind="int4",
+    ),
+    "int4, groups across halves": Trial(
+        Case((33, 129, 191), (1, 1, 1), head_dim=96, stored_head_dim=128, block_size=96, **F16), kind="int4", **SMALL,
+    ),
+    "int4, one group": Trial(
+        Case((31, 65), (1, 1), head_dim=32, stored_head_dim=64, block_size=64, **F16), kind="int4",
+    ),
+    "int4, window, head_dim 256": Trial(
+        Case((237,), (1,), num_heads=5, num_kv_heads=1, head_dim=256, window=100, block_size=128, sinks=True, **B16),
+        poison_before_window=True, kind="int4",
+    ),
+    "int4, first tokens": Trial(
+        Case((300,), (1,), head_dim=192, window=60, sink_tokens=5, max_blocks=12, **BLOCKS_OF_32), kind="int4",
+        poison_before_window=True,
+    ),
+    "int4, few tokens": Trial(Case((200, 5), (3, 5), **BLOCKS_OF_32), kind="int4", **SMALL),
 }  # fmt: skip
 QUANTISED_PREFILL = {
     "int8, mixed": Trial(Case((5, 0, 150, 64), (3, 0, 70, 1), block_size=32, **B16), kind="int8", **SMALL),
@@ -292,6 +315,13 @@ QUANTISED_PREFILL = {
         poison_before_window=True, kind="int8", **SMALL,
     ),
     "e4m3, head_dim 320": Trial(Case((191,), (20,), head_dim=320, **BLOCKS_OF_32), kind="float8_e4m3fn"),
+    "int4, mixed": Trial(Case((5, 0, 150, 64), (3, 0, 70, 1), block_size=32, **B16), kind="int4", **SMALL),
+    "int4, ring": Trial(Case((440,), (9,), head_dim=128, **BLOCKS_OF_32), kind="int4"),
+    "int4, wide tiles": Trial(
+        Case((390,), (40,), num_heads=2, head_dim=96, stored_head_dim=128, window=200, **BLOCKS_OF_32), kind="int4",
+        poison_before_window=True, prefill_tokens=128,
+    ),
+    "int4, head_dim 256": Trial(Case((191,), (20,), head_dim=256, block_size=64, **F16), kind="int4"),
 }  # fmt: skip
 
 PREFILL = {

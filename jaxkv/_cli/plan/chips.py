@@ -1,7 +1,9 @@
 """Devices by chip name, with the makers' own figures: every time computed from them is a lower bound."""
 
 import dataclasses
+from typing import Any
 
+from jaxkv._core.config.kv_packing import can_share_bytes
 from jaxkv._core.config.validation import show
 
 
@@ -65,9 +67,16 @@ CHIPS = {
 # The quantized formats that each platform's kernels read. To ask the kernels would import their compilers, which takes
 # longer than all the rest; a test asks them.
 KERNEL_FORMATS = {
-    "gpu": ("int8", "float8_e4m3fn", "float8_e5m2"),
+    "gpu": ("int8", "float8_e4m3fn", "float8_e5m2", "int4"),
     "tpu": ("int8", "float8_e4m3fn", "float8_e5m2", "int4"),
 }
+
+
+def reads_groups(platform: str, layer: Any, format: Any) -> bool:
+    """Tells whether a platform's kernels read a layer in a format whose scales are of groups of numbers."""
+    if platform == "gpu":
+        return layer.row_rank is None and layer.head_dim % 16 == 0 and layer.head_dim <= 256
+    return can_share_bytes(layer, format)
 
 
 def chip_named(name: str) -> Chip:

@@ -5,10 +5,9 @@ import functools
 from typing import Any, NamedTuple
 
 from jaxkv._cli.plan.capacity import Plan
-from jaxkv._cli.plan.chips import KERNEL_FORMATS, Chip
+from jaxkv._cli.plan.chips import KERNEL_FORMATS, Chip, reads_groups
 from jaxkv._cli.plan.decode_step import DecodeStep, decode_step
 from jaxkv._cli.plan.devices import Devices
-from jaxkv._core.config.kv_packing import can_share_bytes
 from pallas_kernels.common.quantization import FORMATS
 
 
@@ -83,7 +82,8 @@ class Report:
         format, layers = FORMATS[dtype], [layer for layer in self.model.layer_configs if not layer.is_recurrent]
         if self.chip is None or not format.is_quantized:
             return True
-        is_read = format.group_size is None or all(can_share_bytes(layer, format) for layer in layers)
+        platform = self.chip.platform
+        is_read = format.group_size is None or all(reads_groups(platform, layer, format) for layer in layers)
         return is_read and dtype in KERNEL_FORMATS[self.chip.platform]
 
     @functools.cached_property

@@ -86,7 +86,7 @@ MISTAKES = {
     "decode: K's slot released before the product": (
         DECODE["ring"],
         {"race"},
-        Plant("split", "plgpu.barrier_arrive(k_free.at[slot])", ""),
+        Plant("split", "if groups is None:\n    plgpu.barrier_arrive(k_free.at[slot])", ""),
         Plant(
             "split",
             "plgpu.barrier_wait(k_ready.at[slot])",

@@ -174,9 +174,9 @@ MISTAKES = {
             "attend.kernel.softmax",
             "if not quantized:\n"
             "    plgpu.barrier_arrive(k_free.at[slot])\n"
-            "else:\n"
+            "elif by_token:\n"
             "    s = s * lax.broadcast_in_dim(scales(slot, 0), s.shape, [1])",
-            "if quantized:\n    s = s * lax.broadcast_in_dim(scales(slot, 0), s.shape, [1])",
+            "if by_token:\n    s = s * lax.broadcast_in_dim(scales(slot, 0), s.shape, [1])",
         ),
     ),
     "prefill: V's slot released before the product": (

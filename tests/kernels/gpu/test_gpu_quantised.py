@@ -6,14 +6,16 @@ import pytest
 from gpu_mistakes import SOURCES, outcome_with, unless_on_a_gpu
 from nightly import NIGHTLY
 from planting import Plant
+from ptx_emulator import run_inline
 from trials import QUANTISED_DECODE, QUANTISED_PREFILL
 
 from pallas_kernels import gpu
-from pallas_kernels.gpu import dequantize
+from pallas_kernels.common.quantization import FORMATS
+from pallas_kernels.gpu import dequantize, nibbles
 
 TRIALS = {f"decode, {name}": trial for name, trial in QUANTISED_DECODE.items()}
 TRIALS |= {f"prefill, {name}": trial for name, trial in QUANTISED_PREFILL.items()}
-BY_DAY = ("decode, int8, lengths", "prefill, e5m2")
+BY_DAY = ("decode, int8, lengths", "prefill, e5m2", "decode, int4, one tile")
 
 RING, PREFILL_RING = QUANTISED_DECODE["int8, ring"], QUANTISED_PREFILL["int8, ring"]
 LENGTHS = QUANTISED_DECODE["int8, lengths"]
@@ -52,7 +54,7 @@ MISTAKES = {
     "decode: K's slot released before it is widened": (
         RING,
         {"race", "wrong"},
-        Plant("split", "plgpu.barrier_arrive(k_free.at[slot])", ""),
+        Plant("split", "if groups is None:\n    plgpu.barrier_arrive(k_free.at[slot])", ""),
         Plant(
             "split",
             "plgpu.barrier_wait(k_ready.at[slot])",
@@ -80,6 +82,78 @@ MISTAKES = {
         Plant("attend", "scales(slot, 0)", "scales(slot, 1)"),
     ),
 }
+FOUR_BITS, FOUR_BITS_RING = QUANTISED_DECODE["int4, groups across halves"], QUANTISED_DECODE["int4, ring"]
+MISTAKES |= {
+    "int4: the scale of the other half's group": (
+        FOUR_BITS,
+        {"wrong"},
+        Plant("EntryGroups.find_group", "column + half * self.head_dim // 2", "column"),
+    ),
+    "int4: padding counted as entries": (
+        FOUR_BITS,
+        {"wrong"},
+        Plant("EntryGroups.find_group", "half * self.head_dim // 2", "half * 64"),
+    ),
+    "int4: queries in one piece": (
+        FOUR_BITS,
+        {"wrong"},
+        Plant("step:attend", "_pad_columns(q, kernel_head_dim(head_dim), parts)", "_pad_columns(q, 128, 1)"),
+    ),
+    "int4: the output in one piece": (
+        FOUR_BITS,
+        {"wrong"},
+        Plant("step:attend", "_drop_columns(out, rank or head_dim, parts)", "_drop_columns(out, rank or head_dim, 1)"),
+    ),
+    "int4: the scales of another piece": (
+        FOUR_BITS_RING,
+        {"wrong", "race", "barrier"},
+        Plant("fetch", "(slot, which, j, pl.ds(begin, size))", "(slot, which, 0, pl.ds(begin, size))"),
+    ),
+    "int4: scales of another place in the block": (
+        QUANTISED_DECODE["int4, window, head_dim 256"],
+        {"wrong"},
+        Plant("fetch", "span.start * groups.count + begin", "begin"),
+    ),
+    "int4: scales read before they arrive": (
+        FOUR_BITS_RING,
+        {"wrong", "race", "barrier"},
+        Plant("arrivals", "(1 + 2 * len(groups.copies)) * pieces", "pieces"),
+    ),
+    "int4: V's scales released with the keys": (
+        FOUR_BITS_RING,
+        {"race", "wrong"},
+        Plant(
+            "split",
+            "if groups is None:\n    plgpu.barrier_arrive(k_free.at[slot])",
+            "plgpu.barrier_arrive(k_free.at[slot])",
+        ),
+        Plant("split", "if groups is not None:\n    plgpu.barrier_arrive(k_free.at[slot])", ""),
+    ),
+    "int4: K's scales for V's": (
+        FOUR_BITS_RING,
+        {"wrong"},
+        Plant("nibbles:widened", "factors[scaled.which]", "factors[0]"),
+    ),
+    "int4: scales that nobody sees": (
+        FOUR_BITS,
+        {"wrong"},
+        Plant("nibbles:widened", "format.hide_bad_scales(*lines)", "lines"),
+    ),
+    "int4: tokens of the first half of a tile": (
+        QUANTISED_PREFILL["int4, wide tiles"],
+        {"wrong"},
+        Plant("nibbles:widened", "line[token : token + HALF]", "line[:HALF]"),
+    ),
+    "int4, prefill: K's scales for V's": (
+        QUANTISED_PREFILL["int4, ring"],
+        {"wrong"},
+        Plant(
+            "attend.kernel.widen_together",
+            "nibbles.Scaled(groups, wide[2].at[slot], which)",
+            "nibbles.Scaled(groups, wide[2].at[slot], 0)",
+        ),
+    ),
+}
 MISTAKES_BY_DAY = ("the scale of another token", "scales read before they arrive")
 
 
@@ -89,37 +163,12 @@ def test_against_numpy(name, interpret, monkeypatch):
     TRIALS[name].check(interpret)
 
 
-def emulate(program, x):
-    """What a program of PTX, of the few instructions that ours have, makes of registers `u32[n]`."""
-    kept = {"$1": x}
-    for line in (line.strip().rstrip(";") for line in program.strip().splitlines()[2:-1]):
-        name, arguments = line.split(" ", 1)
-        to, *given = (word.strip() for word in arguments.split(","))
-        values = [kept[word] if word in kept else np.full_like(x, int(word, 0)) for word in given]
-        name, _, type_ = name.rpartition(".")
-        if name == "prmt":
-            of_both = np.stack([x[:, None].view(np.uint8) for x in values[:2]], axis=1).reshape(len(x), 8)
-            chosen = [int(given[2], 0) >> 4 * i & 15 for i in range(4)]
-            signs = (of_both.view(np.int8) >> 7).view(np.uint8)
-            picked = np.stack([(signs if i & 8 else of_both)[:, i & 7] for i in chosen], axis=1)
-            kept[to] = np.ascontiguousarray(picked).view(np.uint32)[:, 0]
-        elif type_ == "b32":
-            kept[to] = {"mov": lambda x: x, "and": np.bitwise_and, "xor": np.bitwise_xor, "shl": np.left_shift}[name](
-                *values
-            )
-        else:
-            halves = [x.view({"bf16x2": jnp.bfloat16, "f16x2": np.float16}[type_]) for x in values]
-            with np.errstate(invalid="ignore"):
-                made = {"sub": np.subtract, "mul": np.multiply, "min": np.fmin, "max": np.fmax}[name](*halves)
-            kept[to] = made.view(np.uint32)
-    return kept["$0"]
-
-
 @pytest.mark.parametrize(("kind", "dtype"), dequantize.PAIRS)
 def test_bytes_widened_in_pairs(kind, dtype):
     """Every byte is the number that it stands for, in either place. What is not stored, NaN and infinity, is finite."""
     low, high = (x.ravel().astype(np.uint32) for x in np.meshgrid(np.arange(256), np.arange(256)))
-    pairs = emulate(dequantize.PAIRS[kind, dtype], low | high << 8).view(jnp.dtype(dtype)).reshape(-1, 2)
+    (pairs,) = run_inline(dequantize.PAIRS[kind, dtype], low | high << 8)
+    pairs = pairs.view(jnp.dtype(dtype)).reshape(-1, 2)
     stored = np.stack([low, high], axis=1).astype(np.uint8).view(jnp.dtype(kind)).astype(np.float32)
     finite = np.isfinite(stored)
     assert (pairs.astype(np.float32)[finite] == stored[finite]).all()
@@ -127,8 +176,50 @@ def test_bytes_widened_in_pairs(kind, dtype):
     assert finite.sum() >= 0.9 * finite.size
 
 
+# Numbers and scales of four bits may be half a percent off, and their product rounds once more.
+CLOSE = {"bfloat16": 0.009, "float16": 0.0009}
+
+
+@pytest.mark.parametrize("dtype", nibbles.NUMBERS)
+def test_codes_widened_in_pairs(dtype):
+    """Every code of two bytes is its level times its scale, in all four places."""
+    low, high = (x.ravel().astype(np.uint32) for x in np.meshgrid(np.arange(256), np.arange(256)))
+    unit = 1 if dtype == "bfloat16" else 512
+    given = np.array([0.01, 0.03]).astype(jnp.bfloat16)
+    scales = [np.full_like(low, 0x10001 * int((x * unit).astype(dtype).view(np.uint16))) for x in given]
+    made = run_inline(nibbles.NUMBERS[dtype], low | high << 8, *scales, outputs=2)
+    got = np.stack([x.view(jnp.dtype(dtype)).reshape(-1, 2) for x in made], axis=2).astype(np.float32)
+    levels = np.asarray(FORMATS["int4"].from_bits(np.arange(256, dtype=np.uint8)[:, None]))
+    wanted = np.stack([levels[low], levels[high]], axis=1) * given.astype(np.float32)
+    assert np.abs(got / wanted - 1).max() < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("dtype", nibbles.NUMBERS)
+def test_scales_of_groups(dtype):
+    """Those of values become finite, and keys' NaN where they were not; no number of the dtype is too large."""
+    finite = np.array([0, 1e-9, 0.004, 1.7, 44.5]).astype(jnp.bfloat16)  # 65,504 by the last level
+    bad = np.array([np.nan, np.inf, -np.inf, 3e38]).astype(jnp.bfloat16)
+    given = np.concatenate([finite, bad]).view(np.uint16).astype(np.uint32)
+    beside = np.full_like(given, int(finite[2:3].view(np.uint16)[0]))
+    unit = 1 if dtype == "bfloat16" else 512
+    for first, second in ((given, beside), (beside, given)):  # in the lower and in the upper half
+        both, other = first | second << 16, beside | beside << 16
+        (values,) = run_inline(nibbles.VALUE_SCALES[dtype], both)
+        (keys,) = run_inline(nibbles.KEY_SCALES[dtype], other, both)
+        values, keys = (x.view(jnp.dtype(dtype)).reshape(-1, 2).astype(np.float32) for x in (values, keys))
+        mine = 0 if first is given else 1
+        wanted = finite.astype(np.float32) * unit
+        np.testing.assert_allclose(values[: len(finite), mine], wanted, rtol=1e-3, atol=6e-8)
+        last = 1472 / unit
+        assert (np.abs(values[:, mine] * last) <= float(jnp.finfo(dtype).max)).all()
+        assert np.isnan(keys[len(finite) :, mine][:3]).all() and not np.isnan(keys[: len(finite)]).any()
+        np.testing.assert_allclose(keys[: len(finite), mine], keys[0, mine])
+        assert not np.isnan(keys[:, 1 - mine]).any() and np.isfinite(values).all()
+
+
 def test_all_formats_are_widened_in_pairs():
-    assert set(dequantize.PAIRS) == {(kind, dtype) for kind in gpu.FORMATS for dtype in ("bfloat16", "float16")}
+    eight_bits = [kind for kind in gpu.FORMATS if FORMATS[kind].group_size is None]
+    assert set(dequantize.PAIRS) == {(kind, dtype) for kind in eight_bits for dtype in ("bfloat16", "float16")}
 
 
 @unless_on_a_gpu

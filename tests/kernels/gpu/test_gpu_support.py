@@ -8,6 +8,8 @@ import pytest
 
 import jaxkv
 import pallas_kernels
+from jaxkv._cli.plan.chips import reads_groups
+from pallas_kernels.common.quantization import FORMATS
 from pallas_kernels.gpu import support
 
 
@@ -20,6 +22,20 @@ def arguments(
     row = shape((2,), jnp.int32)
     q = shape((2, tokens, heads, head_dim), dtype)
     return dict(q=q, kv=kv, tables=shape((2, 4), jnp.int32), lengths=row, new=row, **others)
+
+
+def four_bits(head_dim, block_size=32, dtype=jnp.bfloat16, **others):
+    scale = jax.ShapeDtypeStruct((9, 2, 2, block_size, -(-head_dim // 32)), dtype)
+    stored = -(-head_dim // 64) * 32
+    return arguments(
+        head_dim=head_dim,
+        stored=stored,
+        pool_dtype=jnp.uint8,
+        block_size=block_size,
+        kind="int4",
+        kv_scale=scale,
+        **others,
+    )
 
 
 def latent(**others):
@@ -42,6 +58,13 @@ REFUSED = {
     "64 query heads or a multiple of them, not 72; pad q to 128": latent(heads=72),
     "latent rows of bfloat16 or float16, not of int8": latent(
         pool_dtype=jnp.int8, kind="int8", kv_scale=jax.ShapeDtypeStruct((9, 1, 1, 16, 2), jnp.float32)
+    ),
+    "multiples of 16 up to 256 in int4, not 320": four_bits(320),
+    "multiples of 16 up to 256 in int4, not 72": four_bits(72),
+    "multiples of 32 tokens in int4, not 16": four_bits(128, block_size=16),
+    "scales of bfloat16, not float32; cast them": four_bits(128, dtype=jnp.float32),
+    "latent rows of bfloat16 or float16, not of int4; give the cache join_kv=False": latent(
+        pool_dtype=jnp.uint8, kind="int4", kv_scale=jax.ShapeDtypeStruct((9, 1, 1, 16, 18), jnp.bfloat16)
     ),
     "multiples of 64 up to 576, but q has 640": latent(head_dim=640),
     r"q has 528 and the pool stores 528; store 576 with": latent(head_dim=528),
@@ -67,6 +90,26 @@ def test_refusals(word):
 def test_supported(head_dim, stored):
     choice = pallas_kernels.explain(platform="cuda", **arguments(head_dim=head_dim, stored=stored))
     assert choice.implementation == "gpu"
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256])
+def test_four_bits(head_dim, tokens):
+    """As a cache on a GPU stores them by itself, whose plan says so too."""
+    given = four_bits(head_dim, tokens=tokens)
+    assert pallas_kernels.explain(platform="cuda", **given).implementation == "gpu"
+    layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=head_dim, dtype="int4")
+    sizes = dict(max_seqs=2, max_seq_len=64, num_blocks=8, head_dim_multiple=64)
+    pool = jax.eval_shape(lambda: jaxkv.init(jaxkv.CacheConfig(layers=(layer,), **sizes))).pools[0]
+    for array, name in ((pool.kv, "kv"), (pool.scale, "kv_scale")):
+        assert (array.shape, array.dtype) == (given[name].shape, given[name].dtype)
+    assert reads_groups("gpu", layer, FORMATS["int4"])
+
+
+def test_plans_know_what_four_bits_are_refused():
+    for head_dim in (72, 320):
+        assert not reads_groups("gpu", jaxkv.LayerConfig(num_kv_heads=2, head_dim=head_dim), FORMATS["int4"])
+    assert not reads_groups("gpu", jaxkv.LayerConfig.latent(512, 64), FORMATS["int4"])
 
 
 @pytest.mark.parametrize("heads", [64, 66, 96, 142, 256])

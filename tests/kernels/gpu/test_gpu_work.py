@@ -195,7 +195,7 @@ def test_decode_fills_the_chip(name):
 
 @pytest.mark.parametrize("columns", [8, 16, 32])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("itemsize", [2, 1])
+@pytest.mark.parametrize("itemsize", [2, 1, 0.5])
 def test_decode_keeps_enough_in_flight(head_dim, columns, itemsize):
     """At 4.8 TB/s and a latency of a microsecond a multiprocessor needs 36 KB on their way, besides what is in use."""
     plan = tuning.decode_plan(head_dim, columns, itemsize)

@@ -1,0 +1,133 @@
+"""Compile a kernel that widens a tile of four bits, for an H200, and run its PTX in NumPy: no interpreter does that.
+
+python gpu_widen.py JOB ...
+"""
+
+import itertools
+import json
+import os
+import sys
+
+import gpu_compile
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planting import Plant
+from ptx_emulator import run_kernel
+
+from pallas_kernels.common.quantization import FORMATS
+from pallas_kernels.gpu import dequantize, nibbles
+from pallas_kernels.gpu.tiles import LAYOUT, Tile, store
+
+FORMAT, TOKENS = FORMATS["int4"], 128
+
+
+def widened(head_dim, which, dtype="bfloat16", piece=32, *, from_registers=False):
+    """How far the numbers of keys (0) or values (1) are from what they stand for, at most; and which tokens' are NaN.
+
+    One scale of a value is infinite: keys of that token and group are NaN.
+    """
+    columns = -(-head_dim // 64) * 32
+    groups = nibbles.EntryGroups(FORMAT.group_size, head_dim, piece)
+    slots, (wide, _, scales) = dequantize.slots_and_wide(
+        jnp.uint8, jnp.dtype(dtype), FORMAT, Tile(tokens=TOKENS, stages=1), 2 * columns, groups
+    )
+
+    def kernel(bytes_ref, scale_ref, out_ref, bytes_s, scales_s, wide_s):
+        bytes_s.at[0][...] = plgpu.load(bytes_ref, layout=LAYOUT, optimized=False)
+        for i, j, first in itertools.product(range(2), range(TOKENS // piece), range(0, groups.line, 64)):
+            some = pl.ds(first, 64)
+            line = plgpu.load(scale_ref.at[i, j, some], layout=LAYOUT.reduce(1), optimized=False)
+            store(scales_s.at[0, i, j, some], line)
+        plgpu.commit_smem()
+        scaled = nibbles.Scaled(groups, scales_s.at[0], which)
+        if not from_registers:
+            dequantize.widen(bytes_s.at[0], wide_s, FORMAT, in_pairs=True, scaled=scaled)
+            plgpu.commit_smem()
+        for token in range(0, TOKENS, 64):
+            rows = pl.ds(token, 64)
+            if from_registers:
+                part = bytes_s.at[0, rows]
+                x = nibbles.widened(part, wide_s.dtype, FORMAT, scaled, in_pairs=True, token=token)
+            else:
+                x = plgpu.load(wide_s.at[rows], layout=LAYOUT)
+            store(out_ref.at[rows], x)
+
+    def f(stored, scale):
+        shape = jax.ShapeDtypeStruct((TOKENS, 2 * columns), dtype)
+        return plgpu.kernel(kernel, out_type=shape, scratch_types=[slots, scales, wide])(stored, scale)
+
+    shapes = (TOKENS, columns), (2, TOKENS // piece, groups.line)
+    rng = np.random.default_rng(0)
+    stored = rng.integers(0, 256, shapes[0], np.uint8)
+    scale = np.asarray(rng.uniform(0.001, 1, (2, TOKENS, groups.count)), FORMAT.scale_dtype)
+    scale[1, 70, -1] = np.inf
+    lines = np.zeros(shapes[1], scale.dtype)
+    lines[..., : piece * groups.count] = scale.reshape(2, TOKENS // piece, -1)
+    out = np.zeros((TOKENS, 2 * columns), dtype)
+    run_kernel(assembly_of(f, *shapes), 128, [stored, lines, out])
+
+    def entries(x):  # without the padding of either half
+        return np.asarray(x, np.float32).reshape(TOKENS, 2, columns)[..., : head_dim // 2].reshape(TOKENS, head_dim)
+
+    got, levels = entries(out), entries(FORMAT.from_bits(jnp.asarray(stored)))
+    wanted = levels * np.repeat(scale[which].astype(np.float32), FORMAT.group_size, axis=1)[:, :head_dim]
+    known = np.isfinite(wanted) & np.isfinite(got)
+    return {
+        "off": float(np.abs(got / wanted - 1)[known].max()),
+        "nan": np.isnan(got).any(axis=1).nonzero()[0].tolist(),
+        "known": float(known.mean()),
+    }
+
+
+def assembly_of(f, stored, scale):
+    """The PTX of a program that is one kernel."""
+    os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
+    arrays = gpu_compile.array(stored, jnp.uint8), gpu_compile.array(scale, FORMAT.scale_dtype)
+    with gpu_compile.standard_output() as assembly:
+        jax.jit(f).lower(*arrays).compile()
+        assembly.seek(0)
+        return assembly.read()
+
+
+def planted(symbol, right, wrong, *given):
+    """Negative control: the same with a mistake in it."""
+    from gpu_mistakes import plant
+
+    def job():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch, Plant(f"nibbles:{symbol}", right, wrong))
+            return widened(*given or (96, 0))
+
+    return job
+
+
+JOBS = {
+    "keys": lambda: widened(128, 0, from_registers=True),
+    "values": lambda: widened(128, 1),
+    "float16, keys": lambda: widened(128, 0, "float16", from_registers=True),
+    "float16, values": lambda: widened(128, 1, "float16"),
+    **{f"keys of {n}": lambda n=n: widened(n, 0, piece=64, from_registers=True) for n in (64, 80, 96, 192, 256)},
+    **{f"values of {n}": lambda n=n: widened(n, 1, piece=64) for n in (64, 80, 96, 192, 256)},
+    "values of 32, float16": lambda: widened(32, 1, "float16", piece=128),
+    "control: lanes": planted("_read_factors", "arith.shrui(thread, constant(2))", "arith.shrui(thread, constant(3))"),
+    "control: warps": planted("_read_factors", "constant(48)", "constant(16)"),
+    "control: pieces without padding": planted(
+        "_read_factors", "constant(line)", "constant(groups.piece * groups.count)"
+    ),
+    "control: the other's scales": planted("_read_factors", "load(0, nth)", "load(1, nth)"),
+    "control: rows": planted("_widen_pairs", "(0, 8)", "(0, 0)"),
+    "control: groups": planted("_widen_pairs", "groups.find_group(column + BESIDE * at[1], half)", "at[1] // 4"),
+    "control: halves": planted(
+        "_widen_pairs", "np.concatenate(halves, axis=1)", "np.concatenate(halves[::-1], axis=1)"
+    ),
+    "control: columns of a part": planted("_widen_pairs", "column + BESIDE * at[1]", "BESIDE * at[1]", 256, 1),
+}
+
+
+if __name__ == "__main__":
+    for job in sys.argv[1:]:
+        print("JOB", json.dumps({job: JOBS[job]()}), flush=True)
