@@ -14,6 +14,7 @@ from gpu_plans import FORMS, use_form
 from gpu_states import check_states
 
 from pallas_kernels import gpu, testing, xla
+from pallas_kernels.common.quantization import FORMATS
 from pallas_kernels.testing import Case
 
 HUNG = 60  # seconds for one case, its compilation included
@@ -26,11 +27,13 @@ KERNELS = {  # what a kind of case starts, the simplest first: the first to hang
     "one row": "paged_prefill",
     "mixed": "paged_prefill, paged_decode_split and paged_decode_merge",
     "quantised": "paged_prefill, paged_decode_split and paged_decode_merge of 8 bits",
+    "four bits": "paged_prefill, paged_decode_split and paged_decode_merge of 4 bits",
     "latent": "paged_latent_decode and paged_decode_merge",
     "latent mixed": "paged_latent_prefill, paged_latent_decode and paged_decode_merge",
     **{form: f"paged_prefill in the form {form}" for form in FORMS},
     "states": "gated_delta_rule and state_space",
 }
+KINDS = {"quantised": ("int8", "float8_e4m3fn", "float8_e5m2"), "four bits": ("int4",)}
 
 
 def cases(kind: str) -> Iterator[Case]:
@@ -51,7 +54,7 @@ def cases(kind: str) -> Iterator[Case]:
             rank, rope = chosen.choice(((512, 64), (512, 64), (256, 32), (128, 8), (384, 0)))
             head_dim, rows = rank + rope, {"rank": rank, "scale": (rank + rope) ** -0.5}
         block_size = chosen.choice((8, 16, 24, 32, 64, 128, 256))
-        if kind == "quantised":
+        if kind in KINDS:
             block_size = -(-block_size // 32) * 32
         yield Case(
             lengths=lengths, new=new, num_kv_heads=num_kv_heads, num_heads=num_kv_heads * group, **rows,
@@ -102,9 +105,9 @@ def check(book: Book, interpret, *, each: int, seconds: float, only_kind: str | 
 def check_case(case: Case, interpret, kind: str, nth: int) -> dict[str, Any]:
     inputs, options = testing.make_inputs(case), testing.make_options(case)
     held, quantised = inputs, {}
-    if kind == "quantised":
-        quantised["kind"] = ("int8", "float8_e4m3fn", "float8_e5m2")[nth % 3]
-        inputs, quantised["kv_scale"], held = testing.quantise(case, inputs, quantised["kind"])
+    if kind in KINDS:
+        name = quantised["kind"] = KINDS[kind][nth % len(KINDS[kind])]
+        inputs, quantised["kv_scale"], held = testing.quantise(case, inputs, name, FORMATS[name].scale_dtype)
 
     def attend(*inputs):
         return testing.run(gpu.paged_attention, *inputs, **options, **quantised, return_lse=True, interpret=interpret)

@@ -5,6 +5,7 @@ All data are random: constant data lets a chip run faster.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -55,9 +56,13 @@ class Point:
 
     @property
     def kv_bytes(self) -> int:
-        token = self.head_dim * 2 if self.kind is None else self.head_dim + 4  # a byte each and a scale for all
+        token: float = self.head_dim * 2
+        if self.kind is not None:
+            format = FORMATS[self.kind]
+            scales = math.prod(format.scale_axes(self.head_dim)) * format.scale_dtype.itemsize
+            token = self.head_dim * format.bytes_per_element + scales
         seen = sum(length if self.chosen is None else min(length, self.chosen) for length in self.lengths)
-        return seen * self.heads[1] * self.parts * token
+        return int(seen * self.heads[1] * self.parts * token)
 
     @property
     def flops(self) -> float:
@@ -88,7 +93,7 @@ def inputs(point: Point, pools: int) -> dict[str, Any]:
     @jax.jit
     def make(key):
         x = jax.random.normal(key, shape, jnp.bfloat16)
-        return x if point.kind is None else FORMATS[point.kind].encode(x, jnp.dtype(jnp.float32))
+        return x if point.kind is None else FORMATS[point.kind].encode(x)
 
     tokens = (point.chunk + point.batch - 1,) if point.chunk else (point.batch, point.new)
     new = jnp.full(point.batch, point.new, jnp.int32)
@@ -161,6 +166,7 @@ def headlines() -> list[Piece]:
         decode(1, 131_072),
         decode(256, 512),
         decode(64, 8192, 32, kind="int8", rivals="none"),
+        decode(64, 8192, 32, kind="int4", rivals="none"),
         decode(32, 4096, ragged=True),
         prefill(1, 8192, 8192),
         prefill(4, 8192, 512),  # chunks
@@ -177,6 +183,8 @@ def headlines() -> list[Piece]:
         prefill(8, 1024, 1024),
         decode(8, 2048, new=4, rivals="none"),  # a draft of three tokens checked
         decode(1, 32_768),
+        *(decode(8, 1024, 32, kind=kind, rivals="none") for kind in ("int8", "int4")),
+        *((None, Point(LLAMA, 1, 2048, 32, 2048, kind=kind), "none") for kind in ("int8", "int4")),
         *(decode(64, 8192, block, rivals="none") for block in (8, 32, 128)),
         decode(32, 2048, 64, rivals="none"),
         *((None, dataclasses.replace(LATENT, heads=(heads, 1)), "none") for heads in (16, 64)),  # V2-Lite, Kimi K2
@@ -193,6 +201,7 @@ def tiny() -> Iterator[Piece]:
     yield None, dataclasses.replace(point, new=17), "all"
     yield None, dataclasses.replace(point, new=70), "all"
     yield None, dataclasses.replace(point, block=32, kind="int8"), "none"
+    yield None, dataclasses.replace(point, block=32, kind="int4"), "none"
     yield None, dataclasses.replace(point, batch=2, ragged=True), "paged"
     yield None, dataclasses.replace(point, batch=2, chunk=17), "none"
     yield None, Point((16, 1), 1, 70, 16, head_dim=192, rank=128), "none"

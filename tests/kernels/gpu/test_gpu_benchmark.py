@@ -41,7 +41,8 @@ def test_work():
     assert all(point.kv_bytes <= gpu_work.MAX_BYTES for _, point, _ in pieces)
     early = [point for _, point, _ in pieces[:20]]
     assert {(p.batch, p.context) for p in early if p.what == "decode"} >= {(64, 8192), (1, 131_072), (256, 512)}
-    assert {p.kind for p in early} == {None, "int8", "float8_e4m3fn"} and {p.what for p in early} > {"mixed", "prefill"}
+    assert {p.kind for p in early} == {None, "int8", "float8_e4m3fn", "int4"}
+    assert {p.what for p in early} > {"mixed", "prefill"}
     assert {p.block for p in early[:2]} == {16, 64}
 
 
