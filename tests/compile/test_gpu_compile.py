@@ -122,7 +122,9 @@ if NIGHTLY:
 
 
 # And how many kernels it takes: a list of work, both of decode; over latent rows of int8 XLA runs.
-CHOSEN = {"chosen": 3, "chosen-plain": 3, "chosen-int8": 3, "chosen-latent-int8": 0} if NIGHTLY else {}
+CHOSEN = (
+    {"chosen": 3, "chosen-plain": 3, "chosen-int8": 3, "chosen-int4": 3, "chosen-latent-int8": 0} if NIGHTLY else {}
+)
 KEPT = ["bounds", "heads", "four bits"] * NIGHTLY
 STEPS = ["step", *["step-shared"] * NIGHTLY]
 

@@ -337,7 +337,9 @@ def chosen(name="deepseek-v3", kind=None, rows=32, top_k=2048, blocks=16_385):
     context of 32,768 given; by what the platform chooses."""
     shape, format = SHAPES[name], find_format(kind)
     axes, row = (blocks, 2 if shape.rank is None else 1, shape.num_kv_heads, 64), array((rows,), jnp.int32)
-    pool = {"kv": array((*axes, shape.head_dim), jnp.bfloat16 if kind is None else format.storage_dtype)}
+    pool = {
+        "kv": array((*axes, format.stored_dim(shape.head_dim)), jnp.bfloat16 if kind is None else format.storage_dtype)
+    }
     if kind is not None:
         pool["kv_scale"] = array(format.scale_shape(axes, shape.head_dim, shape.rank), format.scale_dtype)
     q, tokens = array((rows, 1, shape.num_heads, shape.head_dim)), array((rows, 1, top_k), jnp.int32)
@@ -454,6 +456,7 @@ JOBS = {
     "chosen": chosen,
     "chosen-plain": lambda: chosen("llama3-8b"),
     "chosen-int8": lambda: chosen("llama3-8b", "int8"),
+    "chosen-int4": lambda: chosen("llama3-8b", "int4"),
     "chosen-latent-int8": lambda: chosen(kind="int8"),
     "step": step,
     "step-shared": lambda: step(shares=True),

@@ -66,6 +66,7 @@ CASES = {
     "tree": (Case((52, 50, 36), (4, 1, 3), 2, 1, tree=True, **B16), {(0, 2): 2}, None),
     "64 rows": (Case((17,) * 64 + (30,), (1,) * 65, 2, 1, **B16), {tuple(range(64)): 1}, None),
     "int8": (Case((70, 66), (2, 1), 4, 2, block_size=32, packed=True, **B16), {(0, 1): 2}, "int8"),
+    "int4": (Case((70, 66), (2, 1), 4, 2, 80, block_size=32, stored_head_dim=128, **B16), {(0, 1): 2}, "int4"),
 }  # fmt: skip
 
 
