@@ -1,7 +1,8 @@
 """What a backend is: a module with these names, `pallas_kernels.xla`, `gpu`, `tpu` and `reference`.
 
 To add one of your own: `pallas_kernels.register_backend`. To add one to this package: write the module, and name it in
-`backends.IMPLEMENTATIONS`.
+`backends.IMPLEMENTATIONS` and `pallas_kernels._LATE`; its mixers and its choice of tokens, where it has them, in
+`mixer_dispatch.MODULES` and `selection.MODULES`.
 """
 
 from collections.abc import Callable, Collection
@@ -36,3 +37,4 @@ class Backend(Protocol):
     write_kv: Callable[[Any, Any, StoredKV, PagedBatch], StoredKV] | None
     # 8. `(q, k, v, stored, batch, mask, options)` to what both return; None: the one after the other.
     write_and_attend: Callable[..., tuple[Any, StoredKV]] | None
+    # 9. Optional, and only of what `register_backend` takes: `mixers`, as `mixer_dispatch` says.
