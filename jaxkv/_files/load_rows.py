@@ -149,18 +149,18 @@ def put_saved(
     config = into.config if into is not None else config or saved.config
     check_layers(path, saved.config, config)
     shards = into.shards if isinstance(into, RowShards) else [] if into is None else [into]
-    for layer in shards:
-        check_on_host(layer, "load")
+    for shard in shards:
+        check_on_host(shard, "load")
     empty = np.concatenate(list(map(empty_rows, shards))) if shards else np.ones(config.max_seqs, bool)
     source, target = _places(path, np.array(saved.lengths), rows, config, empty)
     if not isinstance(into, RowShards):
         cache = _put(path, saved, tensors, config, into, source, target, partial_windows)
         return cache, target.tolist()
     number, found = config.max_seqs // len(shards), []
-    for i, layer in enumerate(shards):
+    for i, shard in enumerate(shards):
         own = target // number == i
         places = source[own], target[own] - i * number
-        found.append(_put(path, saved, tensors, layer.config, layer, *places, partial_windows))
+        found.append(_put(path, saved, tensors, shard.config, shard, *places, partial_windows))
     return into.with_shards(found), target.tolist()
 
 
@@ -253,7 +253,7 @@ def _fit(
 ) -> dict[int, BlockPlan]:
     """Plans, for each layer with a pool, the blocks of saved rows `source`, within the `free` blocks of its group."""
     lengths = np.array(saved.lengths)[source]
-    own = [None if layer.thinned is None else layer.lengths for layer in held]
+    own = [None if rows_held.thinned is None else rows_held.lengths for rows_held in held]
     for row, length, too_long in zip(source, lengths, are_too_long(lengths, own, config), strict=True):
         if too_long:
             raise CacheFileError(

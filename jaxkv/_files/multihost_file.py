@@ -135,10 +135,10 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, Mapping[str, np.ndarray]
         raise CacheFileError(
             f"{path} cannot be read by this version of jaxkv ({error}): load it with the version that saved it."
         ) from error
-    if not is_whole or len({(layer.lengths, layer.groups) for _, layer, _ in found}) > 1:
+    if not is_whole or len({(part.lengths, part.groups) for _, part, _ in found}) > 1:
         raise DamagedFile(f"{path} is damaged: its parts do not make a whole. {AGAIN}")
     _, first, shared = found[0]
-    joined = Joined(shared, config, [(numbers, layer.config, own) for numbers, layer, own in found], count)
+    joined = Joined(shared, config, [(numbers, part.config, own) for numbers, part, own in found], count)
     return dataclasses.replace(first, config=config), joined
 
 

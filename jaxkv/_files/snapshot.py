@@ -27,8 +27,8 @@ class Written:
 
     def __init__(self, cache: Cache | RowShards, rows: np.ndarray):
         self.caches = cache.shards if isinstance(cache, RowShards) else [cache]
-        for layer in self.caches:
-            check_on_host(layer, "save")
+        for shard in self.caches:
+            check_on_host(shard, "save")
         config, number = self.caches[0].config, len(self.caches)
         size = config.block_size
         self.block_size = min(CONTIGUOUS_BLOCK, size) if config.contiguous else size
@@ -36,27 +36,27 @@ class Written:
         # Maps the order of the caches back to the order of the rows.
         order = np.argsort(np.argsort(rows // config.max_seqs, kind="stable"), kind="stable")
         self._own, self._order = own, order
-        tables = jax.device_get([layer.tables for layer in self.caches])
+        tables = jax.device_get([shard.tables for shard in self.caches])
         self.plans: list[list[BlockPlan]] = []  # by group, then by cache
         self.tables: list[np.ndarray] = []  # by group, for all rows
         self.held: dict[int, np.ndarray] = {}  # for groups that evict: tokens held, and `thinned`
-        self.lengths = np.concatenate([np.asarray(layer.lengths)[r] for layer, r in zip(self.caches, own, strict=True)])
-        self.lengths = self.lengths[order].astype(np.int32)
+        lengths = [np.asarray(shard.lengths)[r] for shard, r in zip(self.caches, own, strict=True)]
+        self.lengths = np.concatenate(lengths)[order].astype(np.int32)
         for g in range(len(config.groups)):
             held = [find_held(t[g], config, g, r) for t, r in zip(tables, own, strict=True)]
             plans = [
                 reblock(
-                    layer.tables, layer.lengths, size, self.block_size,
-                    first=config.first_retained_block(g, layer.lengths),
+                    rows_held.tables, rows_held.lengths, size, self.block_size,
+                    first=config.first_retained_block(g, rows_held.lengths),
                     sinks=config.group_sinks[g],
                 )
-                for layer in held
+                for rows_held in held
             ]  # fmt: skip
             heads = config.group_heads[g]
             self.plans.append(plans)
             self.tables.append(_side_by_side(_behind(plans), heads, order))
             if held[0].thinned is not None:
-                both = [np.stack([layer.lengths, layer.thinned], axis=1) for layer in held]  # type: ignore[list-item]
+                both = [np.stack([x.lengths, x.thinned], axis=1) for x in held if x.thinned is not None]
                 self.held[g] = _side_by_side(both, heads, order).T
         # Of several processes all come here, but not all write.
         self.states = [read_whole(take_states(cache, rows)) for cache, rows in zip(self.caches, own, strict=True)]

@@ -74,7 +74,7 @@ class TokenMask(NamedTuple):
 
 
 class MaskTiles(NamedTuple):
-    """Sights of tiles of tokens, as kernels read them, and what the tokens of each see together, i32[tiles]."""
+    """Masks of tiles of tokens, as kernels read them, and what the tokens of each see together, i32[tiles]."""
 
     tokens: jax.Array  # i32[tiles, 3 + W, tile]: first, last, before and words; of no token 0, -1, 0 and 0
     start: jax.Array  # keys that some token sees: from here on
@@ -127,8 +127,12 @@ def drop_empty_rows(batch: PagedBatch) -> PagedBatch:
 
 
 def full_masks(lengths: jax.Array, there: jax.Array) -> MaskTiles:
-    """The token_masks of tiles of tokens that see all of a row, whatever it holds: of each tile the row's length, and
-    `bool[tiles, tile]`, which tokens there are."""
+    """Returns the masks of tiles of tokens that see all of a row, whatever it holds.
+
+    Args:
+      lengths: `i32[tiles]`: the length of each tile's row.
+      there: `bool[tiles, tile]`: which tokens there are.
+    """
     last = jnp.where(there, lengths[:, None] - 1, -1)
     stop = jnp.where(there.any(axis=1), lengths, 0)
     nothing = jnp.zeros_like(last)
@@ -182,7 +186,7 @@ def pack(bits: jax.Array) -> jax.Array:
 
 
 def tile_masks(token_mask: TokenMask, at: jax.Array, there: jax.Array) -> MaskTiles:
-    """The token_masks of tiles: `i32[tiles, tile]`, each one's tokens, and which of them there are."""
+    """Returns the masks of tiles: `at` is `i32[tiles, tile]`, the tokens of each, `there` which of them there are."""
     at = jnp.clip(at, 0, token_mask.own.shape[0] - 1)
     own, first, last, before = (x[at] for x in token_mask[:4])
     lines = [jnp.where(there, x, nothing) for x, nothing in ((first, 0), (last, -1), (before, 0))]

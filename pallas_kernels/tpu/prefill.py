@@ -278,7 +278,7 @@ def prefill_bytes(
         statistics,  # the LSE
         statistics,  # the sinks
         statistics,  # maxima and sums
-        ((8, queries), jnp.int32),  # token_masks
+        ((8, queries), jnp.int32),  # masks
     ]
     if kv.dtype.itemsize == 1:
         twice.append(((pages.pages_per_step, 2, num_kv_heads * groups, pages.page_size), jnp.float32))
@@ -309,8 +309,8 @@ def _kernel(
     out_hbm, lse_ref = outputs
     buffers, next_slot, q_buffers, out_buffers, moved, words_ref, by_head, softmax, lines = scratch
     max_ref, sum_ref, out_sum_ref = softmax
-    token_masks, lse = mask_ref is not None, lse_ref is not None
-    froms, untils, *sure = bounds if token_masks else (starts, limits)
+    has_masks, lse = mask_ref is not None, lse_ref is not None
+    froms, untils, *sure = bounds if has_masks else (starts, limits)
     words = Words.of(q_buffers.shape[2], q_buffers.dtype)
     group = q_buffers.shape[2] // by_head.shape[0]
 
@@ -379,7 +379,7 @@ def _kernel(
         parts = pages.pages_per_step // part_pages
 
         def seen_by_all(first_key, count):
-            if token_masks:
+            if has_masks:
                 return (first_key + count * pages.page_size <= sure[1][tile]) & (first_key >= sure[0][tile])
             seen = first_key + count * pages.page_size <= start + 1
             return seen & (first_key >= pages.window_mask.first(limit - 1)) if pages.window_mask.ends else seen

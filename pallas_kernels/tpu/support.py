@@ -111,7 +111,7 @@ def vector_memory(q, kv, tables, deterministic: bool = False, groups: int = 1) -
     return max(decodes, prefill_bytes(tile, heads, kv, tables, q.dtype, deterministic=deterministic, groups=groups))
 
 
-def scalar_entries(q, kv, tables, token_masks: bool = False, deterministic: bool = False, groups: int = 1) -> int:
+def scalar_entries(q, kv, tables, has_masks: bool = False, deterministic: bool = False, groups: int = 1) -> int:
     """Integers that the kernels want in scalar memory at once, block tables aside."""
     if q is None:
         return 0
@@ -122,7 +122,7 @@ def scalar_entries(q, kv, tables, token_masks: bool = False, deterministic: bool
         return decodes
     size = tile_tokens(tokens[-1], heads, kv, tables, q.dtype, deterministic, groups)
     tiles = max_tiles(rows, math.prod(tokens), size)
-    return max(decodes, (8 if token_masks else 4) * tiles)
+    return max(decodes, (8 if has_masks else 4) * tiles)
 
 
 def _is_decode(tokens) -> bool:

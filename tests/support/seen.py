@@ -1,4 +1,4 @@
-"""What a token sees, place by place: what the kernels' token_masks and walks are held against."""
+"""What a token sees, place by place: what the kernels' masks and walks are held against."""
 
 
 def seen_by(t: int, before: int, last: int, window, chunk, parents, spans, sink_tokens=0) -> set[int]:

@@ -117,7 +117,7 @@ class ModelDrafter:
             self._call(self._rows(), np.zeros(shape, np.int32), kind, count)
 
         shapes = [((self.config.max_seqs, self.few), kind, self.count) for kind in KINDS]
-        return [functools.partial(call, *layer) for layer in [((self.step_tokens,), KINDS[0], 0), *shapes]]
+        return [functools.partial(call, *arguments) for arguments in [((self.step_tokens,), KINDS[0], 0), *shapes]]
 
     def release(self) -> None:
         delete(self._cache)

@@ -107,7 +107,7 @@ class Eviction:
     @functools.cached_property
     def parameters(self) -> dict[str, Any]:
         """Returns the parameters of the score and their defaults."""
-        return {name: layer.default for name, layer in inspect.signature(self.score).parameters.items()}  # type: ignore[arg-type]
+        return {name: parameter.default for name, parameter in inspect.signature(self.score).parameters.items()}  # type: ignore[arg-type]
 
     @property
     def plain_fields(self) -> tuple[Any, ...]:

@@ -158,7 +158,7 @@ class ModelRunner:
         residents = self.residents
         residents.make_room(step.blocks)
         work = [(s, s.row, n) for s, n in step.counts.items() if s.row is not None]
-        work.sort(key=lambda layer: layer[1])  # packed tokens come row by row
+        work.sort(key=lambda item: item[1])  # packed tokens come row by row
         form = self.hook_args.form
         rows = self._rows(form)
         is_decode = (steps > 1 or step.is_decode) and not any(_is_scored(s) for s, _, _ in work)
@@ -241,7 +241,7 @@ class ModelRunner:
         tokens, rest, due = numbers[:size], numbers[size:], flight.due
         if flight.verify:
             taken, rest = rest[:max_seqs], rest[max_seqs:]
-            due = [self._note_accepted(*layer, taken[layer[1]]) for layer in due]
+            due = [self._note_accepted(*item, taken[item[1]]) for item in due]
         room = [rest[i : i + 2] for i in range(0, len(rest), 2)]
         # An upper bound: it is unknown when the device finished, if it was done before this.
         seconds = (now - max(flight.began, self._idle_since)) / flight.num_tokens

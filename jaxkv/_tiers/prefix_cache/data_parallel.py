@@ -19,7 +19,7 @@ class PrefixShards:
     def stats(self) -> dict[str, Any]:
         """Returns `PrefixCache.stats`, of all together."""
         each = [shard.stats() for shard in self.shards]
-        found = {name: _sum([layer[name] for layer in each]) for name in each[0]}
+        found = {name: _sum([stats[name] for stats in each]) for name in each[0]}
         found |= {name: count for name, count in each[0].items() if name.startswith("disk_")}  # they have one folder
         return found | {"hit_rate": found["tokens_saved"] / max(found["tokens_asked"], 1)}
 
