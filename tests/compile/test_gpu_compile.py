@@ -153,11 +153,17 @@ def states_report():
     }
 
 
-def printed_by(name, *jobs):
-    """What a script of tests/support says, in a process of its own."""
+def printed_by(name, *jobs, first_in_path=None):
+    """What a script of tests/support says, in a process of its own.
+
+    Args:
+      first_in_path: a folder of the extra `compile`, whose programs come before those that the machine has.
+    """
     script = pathlib.Path(__file__).parents[1] / "support" / name
     path = os.pathsep.join([str(script.parents[2]), SITE, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": ""}
+    if first_in_path is not None:
+        environment["PATH"] = os.pathsep.join([str(pathlib.Path(SITE) / first_in_path), environment["PATH"]])
     run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=1700)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line.removeprefix("JOB ")) for line in run.stdout.splitlines() if line.startswith("JOB ")]
@@ -356,12 +362,12 @@ def test_chunks_within_budget(name, states_report):
     # C B^T, C and the state, tokens' weights and inputs, inputs and B.
     assert step["wgmma"] == 8 + 2 * 8 + 2 * 4 + 2 * 2 * 4
     assert step["bulk_copies"] == 2 * 5  # three inputs, of which two in pieces of 64 keys, ahead of the loop and in it
-    assert step["proxy_fences"] == 3  # inputs and the state laid out, weights and what the state gains, the output
+    assert step["proxy_fences"] == 4  # a zero; inputs and the state laid out, weights and what is gained, the output
     assert step["alias_bytes"] == step["pool_bytes"] and step["pool_copies"] == step["scatters"] == 0
     assert step["kernels"] == 2 and step["launches"] <= 12
 
 
-DELTA_CHUNKS = {"qwen3-next-chunks": 128, "delta-64-chunks": 64}  # and keys of a head
+DELTA_CHUNKS = {"qwen3-next-chunks": 128, "qwen3-next-chunks-16-bits": 128, "delta-64-chunks": 64}  # and a head's keys
 DELTA_CHUNKS = DELTA_CHUNKS if NIGHTLY else {}
 
 
@@ -369,16 +375,23 @@ DELTA_CHUNKS = DELTA_CHUNKS if NIGHTLY else {}
 def test_delta_chunks_within_budget(name, states_report):
     """Two thread blocks share a multiprocessor."""
     step, pieces = states_report[name], DELTA_CHUNKS[name] // 64
-    # With 128 keys a thread lacks some registers, most of all for addresses: to be found.
-    assert step["target"] == "sm_90a" and step["spills"] <= (56 if pieces > 1 else 0)
+    assert step["target"] == "sm_90a" and step["spills"] == 0
     assert 2 * (step["shared_memory"] + 1024) <= 233_472 and 2 * 128 * step["registers"] <= 65_536
     # Keys with keys and queries; a join, which a loop does five times; the state with both; gains, what tokens get of
     # them, and the state. Four steps each for 64 numbers, of numbers in halves two times, or three.
     assert step["wgmma"] == 4 * (2 * pieces + 2 * 3 + 2 * 2 * pieces + 2 * 3 + 2 * pieces)
     assert step["bulk_copies"] == 2 * (2 * pieces + 1)  # keys, queries and values, ahead of the loop and in it
-    assert step["proxy_fences"] == 7  # inputs; twice in a join; the state; what it lacks; gains; the output
+    # A zero; inputs; twice in a join; the state; what it lacks; gains; the output; what gains are worth to the state.
+    assert step["proxy_fences"] == 9
     assert step["alias_bytes"] == step["pool_bytes"] and step["pool_copies"] == step["scatters"] == 0
     assert step["kernels"] == 2 and step["launches"] <= 12
+
+
+@pytest.mark.parametrize("name", [*DELTA_CHUNKS, *CHUNKS])
+def test_the_newest_assembler_spills_nothing_of_chunks(name):
+    """The one that `pip` brings, which JAX takes where PATH has none; others keep other numbers in registers."""
+    ((step,),) = (job.values() for job in printed_by("gpu_compile_states.py", name, first_in_path="nvidia/cu13/bin"))
+    assert step["spills"] == 0
 
 
 SHOWN = "control-misaligned", "control-beside-swizzle"

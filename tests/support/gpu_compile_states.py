@@ -39,11 +39,11 @@ def space(heads, *, keys=128, values=64, axes=(ROWS, 1), **others):
     return step("state_space", arrays, fixed, (heads[0], values, keys), axes, **others)
 
 
-def step(op, arrays, fixed, state, axes, *, stored=jnp.float32, snapshots=0, donate=True, rows=ROWS):
+def step(op, arrays, fixed, state, axes, *, stored=jnp.float32, snapshots=0, every=16, donate=True, rows=ROWS):
     """A step of two layers through the door: their kernel, and what the program does to their pools."""
     row = array((rows,), jnp.int32)
     given = {name: row for name in ("slots", "to_slots", "lengths", "new", *(["offsets"] if len(axes) == 1 else []))}
-    options = {"every": 16} if snapshots else {}
+    options = {"every": every} if snapshots else {}
     if snapshots:
         given["snapshot_slots"] = array((rows, snapshots), jnp.int32)
     pools = tuple(array((SLOTS, *state), stored) for _ in range(2))
@@ -112,6 +112,7 @@ JOBS = {
     "qwen3-next-prompts": lambda: delta((32, 16), snapshots=8, **PROMPTS),
     "kimi-linear-prompts": lambda: delta((32, 32), channels=True, **PROMPTS),
     "qwen3-next-chunks": lambda: delta((32, 16), **PROMPTS),
+    "qwen3-next-chunks-16-bits": lambda: delta((32, 16), stored=jnp.bfloat16, snapshots=8, every=64, **PROMPTS),
     "delta-64-chunks": lambda: delta((8, 8), keys=64, values=64, stored=jnp.bfloat16, **PROMPTS),
     "nemotron-h-prompts": lambda: space((128, 8), **PROMPTS),
     "granite-4-prompts": lambda: space((48, 1), stored=jnp.bfloat16, **PROMPTS),

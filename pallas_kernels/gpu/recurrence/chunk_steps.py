@@ -27,7 +27,7 @@ from pallas_kernels.gpu.recurrence.rows import (
     TURNS,
     write_snapshot,
 )
-from pallas_kernels.gpu.tiles import LAYOUT, OPERAND, SINGLE_ROWS, InterpretParams, anew, full, probe, store
+from pallas_kernels.gpu.tiles import LAYOUT, OPERAND, SINGLE_ROWS, InterpretParams, full, probe, store
 
 CHUNK = 64  # tokens
 WIDTH = 64  # values of a state in a thread block
@@ -54,10 +54,17 @@ def landing(*shape: int):
     return plgpu.SMEM((1, *shape), jnp.bfloat16, transforms=SINGLE_ROWS)
 
 
-def locate_buffers(buffers: Any, first: jax.Array) -> Any:
-    """Returns the buffers, such that addresses in them are derived where this stands; else they are all derived ahead
-    of the loop, and kept in registers that there are not."""
-    nothing = anew(first) - first
+def hold_zero(zero_ref: Any) -> None:
+    """Puts a zero where no compiler knows it: what is derived from it, read anew each time, is derived where this
+    stands. Else addresses, masks and the matrix unit's descriptors are all derived ahead, and kept in registers that
+    there are not: an optimization barrier hides a number from LLVM, but not from the assembler behind it."""
+    zero_ref[0] = jnp.int32(0)
+    plgpu.commit_smem()
+
+
+def locate_buffers(buffers: Any, zero_ref: Any) -> Any:
+    """Returns the buffers, such that addresses in them are derived where this stands: see `hold_zero`."""
+    nothing = zero_ref[0]
     return jax.tree.map(lambda ref: ref.at[nothing], buffers, is_leaf=lambda x: not isinstance(x, tuple))
 
 
@@ -81,16 +88,16 @@ def index(shape: tuple[int, int], axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
 
 
-def pair_tokens(first: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns each element's row and column of a square, derived where this stands as `locate_buffers` has it."""
-    nothing = anew(first) - first
+def pair_tokens(zero_ref: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns each element's row and column of a square, derived where this stands: see `hold_zero`."""
+    nothing = zero_ref[0]
     row, column = (plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout) + nothing for layout in (ROW, COLUMN))
     return lines(row, SQUARE), columns(column, SQUARE)
 
 
-def see_tokens(first: jax.Array) -> jax.Array:
+def see_tokens(zero_ref: Any) -> jax.Array:
     """Returns which tokens each sees, of those in its chunk."""
-    row, column = pair_tokens(first)
+    row, column = pair_tokens(zero_ref)
     return column <= row
 
 

@@ -22,6 +22,7 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     WIDTH,
     ChunkWalk,
     columns,
+    hold_zero,
     landing,
     launch_chunks,
     lay_out,
@@ -72,7 +73,7 @@ def run_space_chunks(
     names, pieces = tuple(arrays), split_keys(keys)
 
     def kernel(*refs):
-        states_ref, rows_ref, *others, out_ref, buffers, sums_s, ready = refs
+        states_ref, rows_ref, *others, out_ref, buffers, sums_s, zero_s, ready = refs
         snapshots_ref, *others = others if snapshots is not None else (None, *others)
         given = dict(zip(names, others, strict=True))
         first, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
@@ -81,8 +82,10 @@ def run_space_chunks(
         of_keys = [(group, piece) for piece in pieces]
         copied = {"x": [(head, span)], "B": of_keys, "C": of_keys}
 
+        hold_zero(zero_s)
+
         def fetch(token):
-            landed = locate_buffers(buffers, first).landed
+            landed = locate_buffers(buffers, zero_s).landed
             for (name, spots), target in zip(copied.items(), landed, strict=True):
                 for nth, at in enumerate(spots):
                     plgpu.copy_gmem_to_smem(given[name].at[pl.ds(token, CHUNK), *at], target.at[nth], ready)
@@ -91,11 +94,11 @@ def run_space_chunks(
             dt = given["dt"].at[head]
             steps, steps_across = (load_numbers(dt, token, count, layout) for layout in (ROW, COLUMN))
             gates = columns(jnp.maximum(steps_across * rate, LEAST_GATE), SQUARE)
-            since = jnp.where(see_tokens(first), gates, 0.0).sum(axis=1)  # up to each token, its own gate included
+            since = jnp.where(see_tokens(zero_s), gates, 0.0).sum(axis=1)  # up to each token, its own gate included
             whole = gates.sum(axis=1)
             sums_s[...] = since
             plgpu.barrier_wait(ready)
-            landed, tiles, halves, weights_s, out_s = locate_buffers(buffers, first)
+            landed, tiles, halves, weights_s, out_s = locate_buffers(buffers, zero_s)
             for source, target in zip(landed, tiles, strict=True):
                 lay_out(source, target, count)
             x_s, b_s, c_s = tiles
@@ -106,7 +109,7 @@ def run_space_chunks(
             since_across = plgpu.load(sums_s, layout=COLUMN)
             weights = multiply(interpret, SQUARE, (c_s, b_s.T)) * columns(steps_across, SQUARE)
             weights = weights * jnp.exp(lines(since, SQUARE) - columns(since_across, SQUARE))
-            put(jnp.where(see_tokens(first), weights, 0.0), weights_s)
+            put(jnp.where(see_tokens(zero_s), weights, 0.0), weights_s)
             y = multiply(interpret, SQUARE, *((c_s, half.T) for half in halves))
             y = y * lines(jnp.exp(since), y.shape)
             # What each token's input is worth to the state at the chunk's end.
@@ -144,7 +147,8 @@ def run_space_chunks(
             (operand(*SQUARE),) * 2,
             landing(CHUNK, WIDTH),
         )
-        scratch = buffers, plgpu.SMEM((CHUNK,), jnp.float32), plgpu.Barrier(num_arrivals=1 + 2 * len(pieces))
+        numbers = plgpu.SMEM((CHUNK,), jnp.float32), plgpu.SMEM((1,), jnp.int32)
+        scratch = buffers, *numbers, plgpu.Barrier(num_arrivals=1 + 2 * len(pieces))
         pl.run_scoped(lambda *scratch: kernel(*refs, *scratch), *scratch)
 
     return launch_chunks(

@@ -129,12 +129,16 @@ MISTAKES = {
         "delta, chunks of one row", UNSYNCHRONISED,
         Plant("run_delta_chunks", "plgpu.barrier_wait(values_ready)", ""),
     ),
-    "delta chunks: keys overwritten while they are read": (
-        "delta, chunks of one row", {"race"},
+    "delta chunks: the next keys where the triangle is": (
+        "delta, chunks of one row", {"wrong", "race"},
         Plant(
-            "run_delta_chunks", "plgpu.commit_smem()\nnext_token(fetch_keys)",
-            "next_token(fetch_keys)\nplgpu.commit_smem()",
+            "run_delta_chunks", "left, right = squares()\nput(lacks, right)",
+            "next_token(fetch_keys)\nleft, right = squares()\nput(lacks, right)",
         ),
+    ),
+    "delta chunks: all of the triangle in every join": (
+        "delta, chunks of one row", {"wrong"},
+        Plant("run_delta_chunks", "jnp.where(between, half, jnp.zeros_like(half))", "half"),
     ),
     "delta chunks: values overwritten while outputs leave": (
         "delta, chunks of one row", {"race"},
