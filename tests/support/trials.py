@@ -273,6 +273,9 @@ QUANTISED_DECODE = {
     "e5m2, few tokens": Trial(Case((200, 5), (3, 5), **BLOCKS_OF_32), kind="float8_e5m2", **SMALL),
     "int4, one tile": Trial(Case((33,), (1,), num_heads=2, **BLOCKS_OF_32), kind="int4"),
     "int4, lengths": Trial(Case((5, 0, 150, 64), (1, 0, 1, 1), block_size=32, **B16), kind="int4", **SMALL),
+    "int4, edges of blocks": Trial(
+        Case((31, 32, 33, 0, 63, 64, 65), (1, 1, 1, 0, 1, 1, 1), num_heads=5, **BLOCKS_OF_32), kind="int4", **SMALL,
+    ),
     "int4, ring": Trial(Case((500,), (1,), head_dim=128, **BLOCKS_OF_32), kind="int4"),
     "int4, odd groups": Trial(
         Case((130, 63), (1, 1), head_dim=80, stored_head_dim=128, block_size=32, **B16), kind="int4",
