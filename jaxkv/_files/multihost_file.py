@@ -28,7 +28,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.state.errors import CacheFileError, DamagedFile
 from jaxkv._core.state.multihost import exchange, list_processes
-from jaxkv._files import format as one_file, safetensors
+from jaxkv._files import format, safetensors
 from jaxkv._files.format import AGAIN, CHECKSUMS, SavedCache
 
 FORMAT, VERSION = "jaxkv cache in parts", "1"
@@ -113,7 +113,7 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, Mapping[str, np.ndarray]
     """Returns a file's description and tensors, written by one process or by several; verifies each file."""
     tensors, fields, header = safetensors.read_all(path)
     if fields.get("format") != FORMAT:
-        return one_file.open_saved(path)
+        return format.open_saved(path)
     if fields.get("version") != VERSION:
         raise CacheFileError(
             f"{path} is in version {fields.get('version')} of its format, but this jaxkv knows version {VERSION}: "
@@ -123,8 +123,8 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, Mapping[str, np.ndarray]
         raise DamagedFile(f"{path} is damaged: its header is not what its checksum says. {AGAIN}")
     try:
         parts, count = json.loads(fields["parts"]), int(fields["shards"])
-        config = one_file.parse_config(json.loads(fields["cache"])["config"])
-        found = [(numbers, *one_file.open_saved(path.with_name(name))) for name, numbers in parts.items()]
+        config = format.parse_config(json.loads(fields["cache"])["config"])
+        found = [(numbers, *format.open_saved(path.with_name(name))) for name, numbers in parts.items()]
         numbers = sorted(number for numbers, *_ in found for number in numbers)
         is_whole = len(found) == 1 or (len(numbers) == count and numbers == list(range(count)))
     except FileNotFoundError as error:
@@ -173,7 +173,7 @@ def _part(path: pathlib.Path, token: str, process: int) -> pathlib.Path:
 
 
 def _write_manifest(path: pathlib.Path, saved: SavedCache, parts: dict[str, list[int]], count: int) -> None:
-    fields = one_file.render_header(saved) | {"format": FORMAT, "version": VERSION}
+    fields = format.render_header(saved) | {"format": FORMAT, "version": VERSION}
     fields |= {"parts": json.dumps(parts), "shards": str(count)}
     header = safetensors.header({CHECKSUMS: (np.dtype(np.uint32), (1,))}, fields)
     safetensors.write(path, {CHECKSUMS: np.array([zlib.crc32(header)], np.uint32)}, fields)

@@ -19,7 +19,7 @@ from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, St
 from pallas_kernels.common.quantization import widen_int8
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.shared_prefix import TOGETHER, WORTH_ROWS, Shared, queries_together
-from pallas_kernels.xla import int8_product as digits, tile_reads, work_list as tiles
+from pallas_kernels.xla import int8_product, tile_reads, work_list
 from pallas_kernels.xla.tokens import attend_tokens
 
 # A logit that is not seen. Finite, so that only an LSE is ever infinite, and exp(MASKED - any other) is 0.
@@ -38,11 +38,11 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
         return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if options.return_lse else q
     if mask.tokens is not None:
         return attend_tokens(q, stored, batch, mask, options)
-    rows = tiles.find_rows(tuple(token_axes), batch)
+    rows = work_list.find_rows(tuple(token_axes), batch)
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), *batch[1:4]))
     scale = jnp.asarray(options.logit_scale(head_dim), jnp.float32)
     soft_cap = None if options.soft_cap is None else jnp.asarray(options.soft_cap, jnp.float32)
-    tile_mask = tiles.find_tile_mask(tuple(token_axes), rows, batch, mask)
+    tile_mask = work_list.find_tile_mask(tuple(token_axes), rows, batch, mask)
     alibi = None if options.alibi is None else options.alibi.astype(jnp.float32).reshape(kv.shape[2], -1)
     flat_q = q.reshape(num_tokens, num_heads, head_dim)
     inputs = _Inputs(flat_q, stored, scale, soft_cap, alibi, tile_mask)
@@ -53,22 +53,24 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
 
     listed = tables if tile_mask.blocks is None else tile_mask.blocks
 
-    def whole_tiles(most: int) -> tiles.Tiling | None:
+    def whole_tiles(most: int) -> work_list.Tiling | None:
         """The tiles of rows of at most so many tokens of this step, if they are read whole."""
-        return None if together is not None or deterministic else tiles.tile_rows(inputs.q, kv, listed, most)
+        return None if together is not None or deterministic else work_list.tile_rows(inputs.q, kv, listed, most)
 
     def attend(count: jax.Array, most: int) -> _Softmax:
         """Attends for rows with at least one and at most `most` tokens."""
         asked = rows._replace(count=count)
         if (tiling := whole_tiles(most)) is not None:
             return _attend_at_once(inputs, asked, token, tiling, tuple(token_axes))
-        queries = most if most == 1 else tiles.PREFILL_QUERIES if deterministic else min(tiles.PREFILL_QUERIES, most)
+        queries = (
+            most if most == 1 else work_list.PREFILL_QUERIES if deterministic else min(work_list.PREFILL_QUERIES, most)
+        )
         lanes = tables.shape[0] if most == 1 else min(tables.shape[0], num_tokens // 2) + num_tokens // queries
-        tiling = tiles.choose_tiling(inputs.q, kv, listed, queries, deterministic)
+        tiling = work_list.choose_tiling(inputs.q, kv, listed, queries, deterministic)
         if most == 1:  # lanes are rows, and padded tokens too
             row, index = None if token_axes[1:] == [1] else token.row, None
         else:
-            row, index = token.row, token.position - tiles.take(rows.before, token.row)
+            row, index = token.row, token.position - work_list.take(rows.before, token.row)
         return _attend_tiles(inputs, asked, row, index, tiling, lanes, deterministic)
 
     longest = token_axes[-1]
@@ -77,7 +79,7 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
     else:  # rows with one token of this step gain nothing from tiles of queries
         lone = rows.count == 1
         lone_rows, others = attend(jnp.where(lone, rows.count, 0), 1), attend(jnp.where(lone, 0, rows.count), longest)
-        is_lone = tiles.take(lone, token.row)
+        is_lone = work_list.take(lone, token.row)
         softmax = jax.tree.map(
             lambda a, b: jnp.where(jnp.expand_dims(is_lone, range(1, a.ndim)), a, b), lone_rows, others
         )
@@ -107,7 +109,7 @@ class _Inputs(NamedTuple):
     scale: jax.Array
     soft_cap: jax.Array | None
     alibi: jax.Array | None  # f32[K, G]
-    tile_mask: tiles.TileMask
+    tile_mask: work_list.TileMask
 
 
 class _Softmax(NamedTuple):
@@ -119,16 +121,16 @@ class _Softmax(NamedTuple):
 
 
 def _attend_tiles(
-    inputs: _Inputs, rows: tiles.WorkRows, row, index, tiling: tiles.Tiling, lanes: int, deterministic: bool
+    inputs: _Inputs, rows: work_list.WorkRows, row, index, tiling: work_list.Tiling, lanes: int, deterministic: bool
 ) -> _Softmax:
     """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0. Tokens say in which row they are,
     None: in one each; and which of its tokens they are, None: the only one."""
     (num_heads, head_dim), num_kv_heads = inputs.q.shape[1:], inputs.stored.kv.shape[2]
-    work = tiles.plan(tiling, lanes, rows, inputs.tile_mask)
+    work = work_list.plan(tiling, lanes, rows, inputs.tile_mask)
 
     def step(i, made: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         both, values = made
-        items = tiles.find_items(tiling, work, rows, i, inputs.tile_mask)
+        items = work_list.find_items(tiling, work, rows, i, inputs.tile_mask)
         seen = _read(inputs, items, tiling, tile_reads.read_queries(inputs.q, items, num_kv_heads))
         lane, item_top = items.lane, seen.logits.max(axis=-1)
         if deterministic:
@@ -137,8 +139,8 @@ def _attend_tiles(
             return jnp.stack([merged.top, merged.total]), merged.values
         # Items of a lane are neighbours, often in the same step: what the lane has is rescaled once, at the first one.
         # That makes the bits depend on which items share a step; to be deterministic, each has a softmax of its own.
-        before, both = tiles.take(both[0], lane), both.at[0, lane].max(item_top)
-        reference = _finite(tiles.take(both[0], lane))
+        before, both = work_list.take(both[0], lane), both.at[0, lane].max(item_top)
+        reference = _finite(work_list.take(both[0], lane))
         sums, total = _weigh(seen, reference, inputs.q.dtype)
         first = jnp.append(True, lane[1:] != lane[:-1])[:, None, None]
         shrink = jnp.where(first, jnp.exp(before - reference), 1.0)
@@ -150,23 +152,27 @@ def _attend_tiles(
     zero = tile_reads.zero_for(inputs, rows)
     # Tops and totals in one array: each array that a loop begins with is copied once a layer.
     both = jnp.broadcast_to(jnp.stack([zero + MASKED, zero])[:, None, None, None], (2, *shape))
-    steps = tiles.cover(work.num_items, tiling.items)
+    steps = work_list.cover(work.num_items, tiling.items)
     (top, total), values = jax.lax.fori_loop(0, steps, step, (both, jnp.broadcast_to(zero, (*shape, width))))
     softmax = _Softmax(top, values, total)
 
     lane, place = row, None
     if tiling.queries > 1:  # padding is counted from its row's first token too, and may lie before it
-        tile, place = tiles.parts(jnp.maximum(index, 0), tiling.queries)
-        lane = jnp.minimum(tiles.take(work.row_lane, row) + tile, lanes - 1)
+        tile, place = work_list.parts(jnp.maximum(index, 0), tiling.queries)
+        lane = jnp.minimum(work_list.take(work.row_lane, row) + tile, lanes - 1)
     return _select_tokens(softmax, tiling.queries, lane, place)
 
 
 def _attend_at_once(
-    inputs: _Inputs, rows: tiles.WorkRows, token: tiles.Tokens, tiling: tiles.Tiling, token_axes: tuple[int, ...]
+    inputs: _Inputs,
+    rows: work_list.WorkRows,
+    token: work_list.Tokens,
+    tiling: work_list.Tiling,
+    token_axes: tuple[int, ...],
 ) -> _Softmax:
     """The softmax of every token, `[tokens, H]`, if rows are read whole: the loop of one step, without what only a loop
     needs."""
-    items = tiles.whole_rows(tiling, rows, inputs.tile_mask)
+    items = work_list.whole_rows(tiling, rows, inputs.tile_mask)
     num_kv_heads = inputs.stored.kv.shape[2]
     if token_axes[1:] == (tiling.queries,):  # a tile's tokens lie together, and need no looking up
         row = place = None
@@ -174,7 +180,7 @@ def _attend_at_once(
     else:
         row, place = token.row, None
         if tiling.queries > 1:
-            place = jnp.clip(token.position - tiles.take(rows.before, row), 0, tiling.queries - 1)
+            place = jnp.clip(token.position - work_list.take(rows.before, row), 0, tiling.queries - 1)
         queries = tile_reads.read_queries(inputs.q, items, num_kv_heads)
     seen = _read(inputs, items, tiling, queries)
     top = seen.logits.max(axis=-1)
@@ -191,7 +197,7 @@ class _Seen(NamedTuple):
     not_finite: jax.Array | None  # bool, as the logits: a value that is seen, and 0 in `values`
 
 
-def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: jax.Array) -> _Seen:
+def _read(inputs: _Inputs, items: work_list.Items, tiling: work_list.Tiling, queries: jax.Array) -> _Seen:
     """Returns the logits and values of what queries `[items, K, queries * G, D]` see."""
     q, stored, scale, soft_cap, alibi, _ = inputs
     kv, format, rank, halves = stored.kv, stored.format, stored.latent_rank, stored.half_rank
@@ -286,7 +292,7 @@ def _product(subscripts: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> j
     return jax.lax.platform_dependent(
         a,
         b,
-        cpu=functools.partial(digits.product, subscripts, num_digits=2 if dtype.itemsize == 2 else 3),
+        cpu=functools.partial(int8_product.product, subscripts, num_digits=2 if dtype.itemsize == 2 else 3),
         default=lambda a, b: multiply(a, widen_int8(b).astype(dtype)),
     )
 
@@ -299,32 +305,32 @@ def _select_tokens[T](softmax: T, queries: int, lane: jax.Array | None, place: j
         lanes, num_kv_heads, all_queries, *minor = x.shape
         x = x.reshape(lanes, num_kv_heads, queries, all_queries // queries, *minor)
         x = jnp.moveaxis(x, 2, 1) if place is None else x[lane, :, place]
-        x = x if lane is None or place is not None else tiles.take(x, lane)
+        x = x if lane is None or place is not None else work_list.take(x, lane)
         return x.reshape(-1, num_kv_heads * all_queries // queries, *minor)
 
     return jax.tree.map(pick, softmax)
 
 
 def _attend_together(
-    inputs: _Inputs, rows: tiles.WorkRows, shared: Shared, token: tiles.Tokens
-) -> tuple[_Softmax, tiles.WorkRows]:
+    inputs: _Inputs, rows: work_list.WorkRows, shared: Shared, token: work_list.Tokens
+) -> tuple[_Softmax, work_list.WorkRows]:
     """The softmax of every token over what its row reads together with others, and the rows without that."""
     tile_mask, position = inputs.tile_mask, token.position
     if tile_mask.tree is not None:
-        position = jnp.where(token.valid, tiles.take(rows.before, token.row) + tile_mask.tree.depth, 0)
-    groups, place = tiles.find_groups(rows, shared, token._replace(position=position))
+        position = jnp.where(token.valid, work_list.take(rows.before, token.row) + tile_mask.tree.depth, 0)
+    groups, place = work_list.find_groups(rows, shared, token._replace(position=position))
     most, queries = (
         max(1, rows.tables.shape[0] // WORTH_ROWS),
         queries_together(inputs.q.shape[1], inputs.stored.kv.shape[2]),
     )
     tiling, lanes = (
-        tiles.choose_tiling(inputs.q, inputs.stored.kv, rows.tables, queries),
+        work_list.choose_tiling(inputs.q, inputs.stored.kv, rows.tables, queries),
         most * -(-TOGETHER // queries),
     )
     # All of it lies before the step's tokens, of which spans and trees speak.
     inputs = inputs._replace(tile_mask=tile_mask._replace(causal=False, spans=None, tree=None))
-    leader = jnp.clip(tiles.take(shared.leader, token.row), 0, rows.tables.shape[0] - 1)
-    softmax = _attend_tiles(inputs, groups, leader, place - tiles.take(groups.start, leader), tiling, lanes, False)
+    leader = jnp.clip(work_list.take(shared.leader, token.row), 0, rows.tables.shape[0] - 1)
+    softmax = _attend_tiles(inputs, groups, leader, place - work_list.take(groups.start, leader), tiling, lanes, False)
     is_in = place < place.shape[0]
     nothing = _Softmax(jnp.float32(MASKED), jnp.float32(0), jnp.float32(0))
     softmax = jax.tree.map(

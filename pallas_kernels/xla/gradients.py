@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.common.batch import Call
-from pallas_kernels.xla import tile_reads, work_list as tiles
+from pallas_kernels.xla import tile_reads, work_list
 
 _product = functools.partial(jnp.einsum, precision="highest")
 
@@ -61,8 +61,8 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
     num_tokens, longest = math.prod(token_axes), token_axes[-1]
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
-    rows = tiles.find_rows(tuple(token_axes), call.batch)
-    tile_mask = tiles.find_tile_mask(tuple(token_axes), rows, call.batch, call.mask)
+    rows = work_list.find_rows(tuple(token_axes), call.batch)
+    tile_mask = work_list.find_tile_mask(tuple(token_axes), rows, call.batch, call.mask)
 
     def flat(x: jax.Array) -> jax.Array:
         return x.reshape(num_tokens, *x.shape[len(token_axes) :]).astype(jnp.float32)
@@ -72,10 +72,12 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
     if lse_bar is not None:
         pull_down -= flat(lse_bar)
 
-    tile_queries = min(tiles.PREFILL_QUERIES, longest)
-    tiling = tiles.choose_tiling(queries, kv, tables if tile_mask.blocks is None else tile_mask.blocks, tile_queries)
+    tile_queries = min(work_list.PREFILL_QUERIES, longest)
+    tiling = work_list.choose_tiling(
+        queries, kv, tables if tile_mask.blocks is None else tile_mask.blocks, tile_queries
+    )
     lanes = min(tables.shape[0], num_tokens) + num_tokens // tile_queries
-    work = tiles.plan(tiling, lanes, rows, tile_mask)
+    work = work_list.plan(tiling, lanes, rows, tile_mask)
 
     def compute_logits(distance, q, keys, numbers):
         logits = _product("ikqd,ikcd->ikqc", q, keys) * numbers["scale"]
@@ -90,7 +92,7 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
         numbers["alibi"] = alibi.astype(jnp.float32).reshape(num_kv_heads, group)
 
     def step(i, bars):
-        items = tiles.find_items(tiling, work, rows, i, tile_mask)
+        items = work_list.find_items(tiling, work, rows, i, tile_mask)
         seen = jnp.repeat(items.seen, group, axis=1)[:, None]  # [items, 1, queries * G, context]
         sees, visible = seen.any(axis=3), seen.any(axis=2)
 
@@ -154,7 +156,7 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
         bars["kv_scale"] = jnp.zeros(kv_scale.shape, jnp.float32)
     zero = tile_reads.zero_for(queries, kv, kv_scale, out_bar, rows)
     bars = jax.tree.map(lambda x: x + zero, bars)
-    bars = jax.lax.fori_loop(0, tiles.cover(work.num_items, tiling.items), step, bars)
+    bars = jax.lax.fori_loop(0, work_list.cover(work.num_items, tiling.items), step, bars)
     bars |= bars.pop("numbers")
     bars["q"] = bars["q"].reshape(q.shape)
     if alibi is not None:

@@ -17,7 +17,7 @@ from pallas_kernels.common.context_parallel import count_local_tokens, position_
 from pallas_kernels.common.masks import WindowMask
 from pallas_kernels.common.quantization import StorageFormat
 from pallas_kernels.common.ragged_layout import locate
-from pallas_kernels.xla import tile_reads, work_list as tiles
+from pallas_kernels.xla import tile_reads, work_list
 from pallas_kernels.xla.write import find_places
 
 QUERIES = 16  # of a tile, of rows with more than one token
@@ -96,7 +96,7 @@ def select_tokens(
     )
     select, queries = select or _select, queries or min(QUERIES, num_tokens)
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), *batch[1:4]))
-    rows = tiles.find_rows(tuple(token_axes), batch)
+    rows = work_list.find_rows(tuple(token_axes), batch)
     if token_axes[-1] == 1:
         best = jax.tree.map(lambda x: x[token.row], select(inputs, _lone_lanes(rows, rows.count), kept))
     else:
@@ -112,18 +112,18 @@ def select_tokens(
     return Best(*(x.reshape(*token_axes, top_k) for x in (score, position)))
 
 
-def _lone_lanes(rows: tiles.WorkRows, count: jax.Array) -> Lanes:
+def _lone_lanes(rows: work_list.WorkRows, count: jax.Array) -> Lanes:
     """A lane for each row, of its only token."""
     position = jnp.where(count > 0, rows.before, -1)
     return Lanes(jnp.arange(count.shape[0], dtype=jnp.int32), rows.start[:, None], position[:, None])
 
 
 def _tile_lanes(
-    rows: tiles.WorkRows, count: jax.Array, num_tokens: int, token, queries: int
+    rows: work_list.WorkRows, count: jax.Array, num_tokens: int, token, queries: int
 ) -> tuple[Lanes, jax.Array, jax.Array]:
     """Lanes for the tokens of all rows, and each token's lane and place in it."""
     most = min(count.shape[0], num_tokens // 2) + num_tokens // queries
-    each = tiles.cover(count, queries)
+    each = work_list.cover(count, queries)
     ends = jnp.cumsum(each)
     lane = jnp.arange(most, dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(ends, lane, side="right", method="compare_all"), count.shape[0] - 1)
@@ -132,7 +132,7 @@ def _tile_lanes(
     is_there = (nth < count[row][:, None]) & (lane < ends[-1])[:, None]
     position = jnp.where(is_there, rows.before[row][:, None] + nth, -1)
     index = jnp.clip(rows.start[row][:, None] + nth, 0, num_tokens - 1)
-    tile, place = tiles.parts(jnp.maximum(token.position - rows.before[token.row], 0), queries)
+    tile, place = work_list.parts(jnp.maximum(token.position - rows.before[token.row], 0), queries)
     own = jnp.clip((ends - each)[token.row] + tile, 0, most - 1)
     return Lanes(row, index, position), own, place
 
@@ -187,7 +187,7 @@ def _score(inputs: IndexQueries, lanes: Lanes, place: jax.Array, window_mask: Wi
     """The scores of the tokens at some places of each lane's row, `[lanes, queries, places]`."""
     keys, scale, format = inputs.stored
     tables, shard, size = inputs.batch.block_tables, inputs.batch.context_shard, keys.shape[3]
-    column, offset = tiles.parts(place, size)
+    column, offset = work_list.parts(place, size)
     key = place if shard is None else position_of(column, offset, shard, size)
     block = tables[lanes.row[:, None], jnp.minimum(column, tables.shape[1] - 1)[None]]
     its_keys = format.from_bits(keys[block, 0, 0, offset[None], : inputs.q.shape[-1]]).astype(jnp.float32)

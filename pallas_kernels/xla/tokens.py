@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.common.masks import WindowMask
 from pallas_kernels.common.ragged_layout import Tokens, locate
-from pallas_kernels.xla import tile_reads, work_list as tiles
+from pallas_kernels.xla import tile_reads, work_list
 
 MASKED = float(np.finfo(np.float32).min)  # a logit that is not seen
 AT_ONCE = 1 << 23  # bytes of what queries have chosen, and of their logits, that are in memory at a time
@@ -93,7 +93,7 @@ def find_slots(queries: TokenQueries, batch: PagedBatch, mask: MaskSpec, block_s
         seen &= window_mask.covers(chosen, window_mask.first(position)[:, None])
     at = jnp.where(seen, chosen, 0)
     if shard is None:
-        column, offset = tiles.parts(at, block_size)
+        column, offset = work_list.parts(at, block_size)
     else:
         column, within = at // (block_size * shard[1]), at % (block_size * shard[1])
         seen &= within // block_size == shard[0]

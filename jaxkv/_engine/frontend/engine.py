@@ -8,7 +8,7 @@ from jaxkv._core.config.fields import EngineFields
 from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.config.validation import flag, integer, read_list, real, show
 from jaxkv._core.state.device_arrays import split_model, take_local_model
-from jaxkv._engine.frontend import metrics as figures
+from jaxkv._engine.frontend import metrics
 from jaxkv._engine.frontend.build import CoreOptions, check_fields, make_cores, read_deterministic, read_longest
 from jaxkv._engine.frontend.checkpoint import Resumable
 from jaxkv._engine.frontend.data_parallel import DataParallelCores, join_config, split_fields
@@ -236,23 +236,23 @@ class Engine(Closable, Servable, Resumable, Updatable):
     @property
     def steps(self) -> int:
         """Steps computed so far on all devices, those of disaggregated prefill not counted."""
-        return figures.steps(self._loops)
+        return metrics.steps(self._loops)
 
     @property
     def tokens(self) -> int:
         """Tokens computed so far."""
-        return figures.tokens(self._loops)
+        return metrics.tokens(self._loops)
 
     @property
     def set_back(self) -> int:
         """Preemptions so far, because blocks ran out."""
-        return figures.set_back(self._loops)
+        return metrics.set_back(self._loops)
 
     @property
     def blocks_peak(self) -> int:
         """The peak number of blocks in use; where rows are divided, of each device."""
         with self._exclusive(is_brief=True):
-            return figures.blocks_peak(self._loops)
+            return metrics.blocks_peak(self._loops)
 
     def stats(self) -> dict[str, Any]:
         """Returns what there is to do, and counters of the work so far, as plain numbers; from any thread.
@@ -262,7 +262,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         with a prefix cache also its `PrefixCache.stats`. docs/serving.md says each key's meaning.
         """
         with self._exclusive(is_brief=True):
-            found = figures.collect(self._loops) | {"waiting": self.num_waiting} | self._latencies.stats()
+            found = metrics.collect(self._loops) | {"waiting": self.num_waiting} | self._latencies.stats()
             return found | (self.prefix.stats() if self.prefix else {})
 
     def metrics_text(self) -> str:
@@ -270,7 +270,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
 
         Raises ImportError without the package `prometheus_client`.
         """
-        return figures.render_prometheus(self.stats())
+        return metrics.render_prometheus(self.stats())
 
     def __repr__(self) -> str:
         if self.is_closed:
