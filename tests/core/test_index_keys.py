@@ -291,6 +291,12 @@ def test_what_is_not_possible_is_said():
         jaxkv.write_index(cache, jnp.ones((2, 1, E)), layer=0)
     with pytest.raises(ValueError, match=r"cache must be a jaxkv\.Cache"):
         jaxkv.write_index(None, jnp.ones((ROWS, 1, E)), layer=0)
+    quantized = jaxkv.extend(jaxkv.init(make_config(dtype="int8")), [1, 1, 0])
+    with pytest.raises(NotImplementedError, match="gpu backend has no kernel that writes index keys in int8; leave"):
+        jaxkv.write_index(quantized, jnp.ones((ROWS, 1, E)), layer=0, implementation="gpu")
+    with pytest.raises(ValueError, match="implementation must be None or one of xla, reference"):
+        jaxkv.write_index(quantized, jnp.ones((ROWS, 1, E)), layer=0, implementation="nothing")
+    jaxkv.write_index(quantized, jnp.ones((ROWS, 1, E)), layer=0, implementation="xla")
     readers = (LAYERS[0], LayerConfig(num_kv_heads=K, head_dim=D, shares_with=0))
     shared = jaxkv.extend(jaxkv.init(make_config(layers=readers)), [1, 1, 0])
     with pytest.raises(ValueError, match="Layer 1 reads the keys and values of layer 0"):

@@ -21,6 +21,7 @@ from jaxkv._core.state.columns import blocks_of
 from jaxkv._core.state.shard_local import find_block_runs
 from jaxkv._core.state.sharding import POOL, WHOLE, run_on_shards
 from jaxkv._core.state.state import IndexKeys, Layer, Pool
+from pallas_kernels.api.backends import find_backend
 from pallas_kernels.api.selection import select_tokens
 from pallas_kernels.common.batch import MaskSpec, PagedBatch
 from pallas_kernels.common.context_parallel import select_local_tokens
@@ -40,13 +41,14 @@ def write_index[C: (Cache, Layer)](
     Args:
       cache: a cache, or one of its `layers`.
       index_k: `[S, T, index_dim]` padded or `[N, index_dim]` packed; one key a token, rotated as the queries are.
-      layer, step, implementation: as in `attention`.
+      layer, step, implementation: as in `attention`. Quantized index keys are written by XLA alone.
 
     Returns:
       The cache, or the layer.
 
     Raises:
       ValueError, IndexError: the layer keeps no index keys; invalid shapes, dtypes or layer.
+      NotImplementedError: `implementation` names a backend that cannot write them.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, index_dim=4)
@@ -59,11 +61,24 @@ def write_index[C: (Cache, Layer)](
     token_axes = _check_index(found, "index_k", index_k, ())
     check_stores(found)
     check_plan(step, found.config, "index_k", token_axes)
+    _check_writer(found, implementation)
     opened, put_back = settle_layer(cache, layer, found, token_axes, step)
     with jax.named_scope("write_index"):
         specs = (layer_specs(opened), WHOLE, WHOLE)
         arguments = (opened, step, index_k)
         return put_back(run_on_shards(opened.pool, _store, arguments, specs, POOL, implementation=implementation))
+
+
+def _check_writer(layer: Layer, implementation: str | None) -> None:
+    """Raises NotImplementedError if a backend is asked to write quantized index keys that has no kernel for them."""
+    form = layer.config.index_kind(layer.number)
+    if implementation in (None, "xla") or not form.is_quantized:
+        return
+    find_backend(str(implementation))
+    raise NotImplementedError(
+        f"The {implementation} backend has no kernel that writes index keys in {form.name}; leave implementation=None "
+        "to use XLA's."
+    )
 
 
 def _store(layer: Layer, step: Step | None, index_k: jax.Array, *, implementation: str | None) -> Pool:
