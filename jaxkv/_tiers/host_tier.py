@@ -31,8 +31,8 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     """Moves rows to host memory and frees them. Not for use inside `jit`: the amount to move depends on data.
 
     The blocks of all rows go in one transfer per layer, to pinned memory where the platform has it. A block that
-    several rows share is moved once, and shared again when they come back. Of a cache on devices of several processes,
-    all of which must call this, each keeps its own devices' shards.
+    several rows share is moved once, and shared again when they come back. Where a cache is on devices of several
+    processes, all of them must call this, and each keeps its own devices' shards.
 
     Args:
       rows: `bool[S]`, a row index or a list of them.

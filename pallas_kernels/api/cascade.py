@@ -27,7 +27,7 @@ def cascade_refusal(implementation: str, call: Call) -> str | None:
       call: of `paged_attention`; of arrays only shapes and dtypes are read.
 
     >>> cascade_refusal("tpu", Call(stored=None, batch=None, mask=MaskSpec(window=5)))
-    'Of rows with a window each reads by itself what they share, with the tpu kernels.'
+    'With a window the tpu kernels read every row by itself.'
     """
     mask, options = call.mask, call.options
     alone = {"deterministic": options.deterministic or None, "blocks": mask.blocks, "sink_tokens": mask.sink_tokens}
@@ -41,7 +41,7 @@ def cascade_refusal(implementation: str, call: Call) -> str | None:
         return f"The implementation {implementation!r} reads every row by itself."
     for name, size in {"window": mask.window, "chunk": mask.chunk}.items():
         if size is not None:
-            return f"Of rows with a {name} each reads by itself what they share, with the {implementation} kernels."
+            return f"With a {name} the {implementation} kernels read every row by itself."
     q, tables = call.q, call.batch.block_tables
     queries = jax.ShapeDtypeStruct((_most_queries(q, tables), *q.shape[-2:]), q.dtype)
     asked = Call(call.stored, PagedBatch(tables, None, None), MaskSpec(causal=False), q=queries)

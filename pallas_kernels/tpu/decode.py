@@ -562,7 +562,7 @@ def _as_wide(x, like):
 
 
 def _read_all_scales(buffer, stored: StoredKV, num_heads):
-    """Of a segment, what each part of the logits is multiplied by, and what the weights are: `[H, tokens]`."""
+    """Returns what each part of a segment's logits is multiplied by, and what its weights are: `[H, tokens]`."""
     if stored.half_rank is not None:
         return read_scales(buffer, 0, stored)  # the same for all heads
     num_kv_heads = buffer.shape[2]

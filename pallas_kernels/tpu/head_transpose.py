@@ -33,7 +33,7 @@ class Words(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Of a word: of two heads, or of a head two tokens'."""
+        """How many numbers a word has: those of two heads, or of two tokens of a head."""
         return 2 if self.packed else 1
 
     @property
@@ -64,7 +64,7 @@ class Words(NamedTuple):
         return pltpu.bitcast(x, self.dtype) if self.packed else x
 
     def swap(self, low, high):
-        """Of words of two heads and of two tokens, one from the other."""
+        """Turns words of two heads into words of two tokens, and back."""
         return (low & jnp.uint32(0xFFFF)) | (high << 16), (low >> 16) | (high & jnp.uint32(0xFFFF0000))
 
     @staticmethod

@@ -35,7 +35,7 @@ def page_tile(dtype) -> int:
 
 
 def vector_bytes(shape: tuple[int, ...], dtype) -> int:
-    """Of an array in vector memory, where the last two axes come in whole register tiles."""
+    """Returns the bytes of an array in vector memory, where the last two axes come in whole register tiles."""
     *outer, rows, lanes = shape
     tile = sublanes(dtype)
     return math.prod(outer) * -(-rows // tile) * tile * -(-lanes // LANES) * LANES * jnp.dtype(dtype).itemsize

@@ -109,8 +109,8 @@ def queries_by_scale(q: jax.Array, stored: StoredKV) -> list[tuple[jax.Array, sl
 
 
 def read_scales(buffer, head: int, stored: StoredKV) -> tuple[list[jax.Array], jax.Array]:
-    """Of a head's tokens in pages of scales `[pages, 2, K, page_size]`, of latent rows `[pages, 1, 2, page_size]`, what
-    each part of their logits is multiplied by, and what their weights are: `[1, tokens]`."""
+    """Returns what each part of the logits of a head's tokens is multiplied by, and what their weights are:
+    `[1, tokens]`, from pages of scales `[pages, 2, K, page_size]`; of latent rows `[pages, 1, 2, page_size]`."""
 
     def line(part, head):
         return jnp.concatenate([buffer[page, part, pl.ds(head, 1)] for page in range(buffer.shape[0])], axis=1)

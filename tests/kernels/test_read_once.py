@@ -93,8 +93,8 @@ SHAPES = dict(
     ("xla", {"window": 5}, None), ("xla", {"deterministic": True}, "With deterministic every row is read by itself."),
     ("reference", {}, "The implementation 'reference' reads every row by itself."),
     ("tpu", {}, None), ("gpu", {}, None),
-    ("tpu", {"window": 5}, "Of rows with a window each reads by itself what they share, with the tpu kernels."),
-    ("gpu", {"chunk": 5}, "Of rows with a chunk each reads by itself what they share, with the gpu kernels."),
+    ("tpu", {"window": 5}, "With a window the tpu kernels read every row by itself."),
+    ("gpu", {"chunk": 5}, "With a chunk the gpu kernels read every row by itself."),
     # Decode fits, and queries of all rows at once do not.
     ("tpu", {"q": shape(64, 1, 2048, 128, dtype="bfloat16")}, "of a TPU's vector memory"),
 ])  # fmt: skip

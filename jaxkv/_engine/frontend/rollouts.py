@@ -31,8 +31,8 @@ class Updatable:
         """Goes on with other weights of the same model: nothing is compiled, copied or allocated.
 
         The prefix cache forgets what older weights computed, on the device, in host memory and on disk. `step` and the
-        like raise RuntimeError if a trainer has donated the older weights; after `update` they go on. Of an engine over
-        several processes all call this, behind a `release` in the first: see `follow(until_release=True)`.
+        like raise RuntimeError if a trainer has donated the older weights; after `update` they go on. Where an
+        engine spans several processes, all call this, after a `release` in the first: see `follow(until_release=True)`.
 
         Args:
           model: of the same structure, shapes, dtypes and shardings as the engine's.

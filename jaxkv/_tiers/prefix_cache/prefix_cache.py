@@ -437,7 +437,7 @@ class PrefixCache:
         """Returns the blocks stored or removed since the last call, on the device, on the host and on disk.
 
         A router of prompts to several processes can track their contents with it. Blocks that came and went in between
-        are not reported. Of a folder's files, those are that this index has written or looked up. It costs time and
+        are not reported. A folder's files are reported if this index has written or looked them up. It costs time and
         memory for each block that is held.
         """
         self._index.mend()
