@@ -225,6 +225,11 @@ CALLS = {
         ValueError,
         "target_lengths must not be negative, but row 0 has -1",
     ),
+    "token axes of a plan": (
+        lambda c: jaxkv.plan_step(c, (2, 5)),
+        ValueError,
+        r"token_axes must be \(N,\) or \(3, T\), .* not \(2, 5\)",
+    ),
     "shape of positions": (
         lambda c: jaxkv.positions(c, (2, 5)),
         ValueError,

@@ -209,7 +209,7 @@ def positions(cache: Cache | Layer, shape: Sequence[int], *, tree: Any = None) -
     if not isinstance(cache, Layer):
         check_cache(cache)
     tables = row_tables(cache.tables if isinstance(cache, Layer) else cache.tables[0], cache.config)
-    shape = check_token_axes(tables, shape)
+    shape = check_token_axes(tables, shape, "shape")
     with jax.named_scope("plan"):
         tree = read_tree(tree, shape, tables, cache.config)
         return _locate(_drop_unfit_rows(tables, shape, None), shape, tree).position
@@ -258,12 +258,12 @@ def check_plan(step: Any, config: CacheConfig, name: str, token_axes: tuple[int,
         )
 
 
-def check_token_axes(tables: BlockTables, token_axes: Any) -> tuple[int, ...]:
-    """Returns `(S, T)` or `(N,)` as a tuple of Python integers. Raises ValueError for anything else."""
+def check_token_axes(tables: BlockTables, token_axes: Any, name: str = "token_axes") -> tuple[int, ...]:
+    """Returns `(S, T)` or `(N,)` as a tuple of Python integers. Raises ValueError, with the argument's name."""
     rows = tables.lengths.shape[0]
     axes = tuple(token_axes) if isinstance(token_axes, Sequence | np.ndarray) else (token_axes,)
     if len(axes) not in (1, 2) or (len(axes) == 2 and axes[0] != rows):
-        raise ValueError(f"shape must be (N,) or ({rows}, T), the token axes of this step, not {axes}.")
+        raise ValueError(f"{name} must be (N,) or ({rows}, T), as this step's arrays begin, not {axes}.")
     return tuple(integer("a token axis", n, least=0) for n in axes)
 
 
