@@ -253,7 +253,7 @@ FLAX = {"cached_key": K[0], "cached_value": K[0], "cache_index": 3}
         (lambda c: c.from_dense(K, V, [-1, 0, 0, 0]), "lengths must be from 0 to 12, but are"),
         (lambda c: c.from_dense(K, V, [1, 2]), r"one integer for each of the 4 rows, not int64\[2\]"),
         (lambda c: c.from_dense(K, V, [1.0] * 4), "one integer for each of the 4 rows, not float64"),
-        (lambda c: c.from_dense(K, V, LENGTHS, max_seqs=3), "have 4 rows, but max_seqs = 3"),
+        (lambda c: c.from_dense(K, V, LENGTHS, max_seqs=3), "have 4 rows, but max_seqs = 3: give at least as many"),
         (lambda c: c.from_dense(K, V, LENGTHS, num_blocks=2), "need 3 blocks of 16 tokens, but num_blocks = 2"),
         (lambda c: c.from_dense(K, V, LENGTHS, layers=[jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)]), "layers say"),
         (lambda c: c.from_hugging_face(HF, padding="top"), "padding must be 'left' or 'right', not 'top'"),
@@ -262,13 +262,19 @@ FLAX = {"cached_key": K[0], "cached_value": K[0], "cache_index": 3}
         (lambda c: c.from_flax({"a": {}}), "has no cached_key: initialise the model's cache"),
         (lambda c: c.from_flax({"a": {"cached_key": K[0]}}), "a lacks cached_value, cache_index"),
         (lambda c: c.from_flax({"a": FLAX | {"cached_key": K[0][0]}}), r"must be \[B, T, K, D\], but is \(12, 2, 8\)"),
-        (lambda c: c.from_flax({"a": FLAX, "b": FLAX | {"cache_index": 4}}), "the same cache_index, but they are at"),
+        (
+            lambda c: c.from_flax({"a": FLAX, "b": FLAX | {"cache_index": 4}}),
+            "they are at .*: name those of one decoder with paths",
+        ),
         (
             lambda c: c.from_flax({"a": FLAX}, paths=["b"]),
             r"paths must name every layer once, \['a'\], but are \['b'\]",
         ),
         (lambda c: c.to_flax(c.from_dense(K[:1], V[:1], LENGTHS), {"a": FLAX}), "rows of one length"),
-        (lambda c: c.to_flax(c.from_dense(K, V, 3), {"a": FLAX}), "has 1 layers, but the cache has 2"),
+        (
+            lambda c: c.to_flax(c.from_dense(K, V, 3), {"a": FLAX}),
+            "has 1 layers, but the cache has 2: give the collection of the model",
+        ),
         (
             lambda c: c.to_flax(c.from_dense(K[:1], V[:1], 3), {"a": FLAX}, rows=[1]),
             r"a is made for .* \[4, 12, 2, 8\]",

@@ -53,7 +53,9 @@ def from_dense(
     rows, places = k[0].shape[:2]
     config = _config(k, v, layers, {"max_seqs": rows, "max_seq_len": places, "dtype": k[0].dtype} | fields)
     if rows > config.max_seqs:
-        raise ValueError(f"k and v have {rows} rows, but max_seqs = {config.max_seqs}.")
+        raise ValueError(
+            f"k and v have {rows} rows, but max_seqs = {config.max_seqs}: give at least as many, or fewer rows."
+        )
     lengths = row_lengths(lengths, rows, min(places, config.max_seq_len))
     # Dense rows are blocks of C tokens, one a row.
     tables = np.arange(1, rows + 1, dtype=np.int32)[:, None]

@@ -37,7 +37,10 @@ def from_flax(
     modules = _modules(collection, paths)
     index = {path: integer("cache_index", module["cache_index"], least=0) for path, module in modules.items()}
     if len(set(index.values())) > 1:
-        raise ValueError(f"All layers must be at the same cache_index, but they are at {index}.")
+        raise ValueError(
+            f"All layers must be at the same cache_index, but they are at {index}: name those of one decoder with "
+            "paths, as one call of the model left them."
+        )
     if lengths is None:
         lengths = next(iter(index.values()))
     k, v = ([module[name] for module in modules.values()] for name in FLAX_NAMES[:2])
@@ -73,7 +76,10 @@ def to_flax(
     modules = _modules(collection, paths)
     layers = pool_layers(cache.config)
     if len(modules) != len(layers):
-        raise ValueError(f"The collection has {len(modules)} layers, but the cache has {len(layers)}.")
+        raise ValueError(
+            f"The collection has {len(modules)} layers, but the cache has {len(layers)}: give the collection of the "
+            "model that the cache is of, or name with paths the modules that are meant."
+        )
     chosen = row_numbers(cache, rows)
     lengths = np.asarray(cache.lengths)[chosen].tolist()
     if len(set(lengths)) > 1:

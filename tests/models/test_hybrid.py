@@ -179,7 +179,11 @@ def test_a_field_of_the_wrong_kind_is_refused_or_read_and_written_again(name):
         ("olmo_hybrid", {"linear_use_gate": False}, "linear_use_gate = False"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False"),
         ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [0], "kda_layers": [1, 2]}}, "name the 3 layers"),
-        ("granitemoehybrid", {"mamba_n_groups": 3}, "Mamba layers of .*: 4 heads cannot be divided into 3 groups"),
+        (
+            "granitemoehybrid",
+            {"mamba_n_groups": 3},
+            "Mamba layers of .*: 4 heads cannot be divided into 3 groups: give a number",
+        ),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
         ("nemotron_h", {"sliding_window": 8}, "sliding_window = 8"),
         ("nemotron_h", {"layers_block_type": ["mamba", "conv"]}, "layers_block_type = "),

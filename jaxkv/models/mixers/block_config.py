@@ -154,7 +154,10 @@ class SpaceConfig:
             object.__setattr__(self, name, flag(f"SpaceConfig.{name}", getattr(self, name)))
         real("norm_eps", self.norm_eps, least=0)
         if self.heads % self.groups:
-            raise ValueError(f"{self.heads} heads cannot be divided into {self.groups} groups.")
+            raise ValueError(
+                f"{self.heads} heads cannot be divided into {self.groups} groups: give a number of groups that divides "
+                "that of heads."
+            )
         if self.norm not in ("after_gate", "before_gate", None):
             raise ValueError(f"norm must be 'after_gate', 'before_gate' or None, not {show(self.norm)}.")
 
