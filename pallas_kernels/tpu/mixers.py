@@ -182,7 +182,7 @@ def _prefill(
     )
     stacked = jnp.stack([x.astype(jnp.float32) for x in rates], axis=1)
     y, states = prefill_states(len(numbers) > 1, (q, k), v, stacked, states, chunks, dtype, interpret=interpret)
-    y = scatter_tokens(y, chunks, flat, row, position)
+    y = scatter_tokens(y, flat, row, position)
     return jnp.where(valid[:, None, None], y, jnp.zeros((), dtype)).reshape(values.shape), states
 
 

@@ -112,7 +112,7 @@ def gather_tokens(x: jax.Array, chunks: Chunks) -> jax.Array:
     return jnp.swapaxes(jnp.where(there, found, jnp.zeros((), x.dtype)), 1, 2)
 
 
-def scatter_tokens(y: jax.Array, chunks: Chunks, batch: StateBatch, row: jax.Array, position: jax.Array) -> jax.Array:
+def scatter_tokens(y: jax.Array, batch: StateBatch, row: jax.Array, position: jax.Array) -> jax.Array:
     """Returns `[N, heads, ...]` of chunks `[n, heads, CHUNK, ...]`, for tokens of these rows and positions."""
     first, begin = batch.starts // CHUNK, batch.starts
     counts = jnp.where(batch.query_lens > 0, (batch.kv_lens - 1) // CHUNK - first + 1, 0)

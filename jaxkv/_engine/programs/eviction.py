@@ -24,11 +24,11 @@ def evicting_layers(config: CacheConfig) -> list[int]:
     return [i for i, layer in enumerate(config.layers) if layer.evict is not None]
 
 
-# The last W queries of each row in each layer that evicts; that at position p is in slot p % W.
-
-
 class Remembered(NamedTuple):
-    """The queries to remember: for each layer that evicts, or for none."""
+    """The last W queries of each row to remember, for each layer that evicts, or for none.
+
+    The query at position p is in slot p % W.
+    """
 
     shapes: tuple[tuple[tuple[int, ...], Any], ...] = ()  # [S, W, H, D], and the dtype
     asked: tuple[Queries, ...] = ()  # their scale and rotation, without the queries
