@@ -59,7 +59,7 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
 
     def attend(count: jax.Array, most: int) -> _Softmax:
         """Attends for rows with at least one and at most `most` tokens."""
-        asked = rows._replace(count=count)
+        asked = rows._replace(query_lens=count)
         if (tiling := whole_tiles(most)) is not None:
             return _attend_at_once(inputs, asked, token, tiling, tuple(token_axes))
         queries = (
@@ -70,15 +70,18 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
         if most == 1:  # lanes are rows, and padded tokens too
             row, index = None if token_axes[1:] == [1] else token.row, None
         else:
-            row, index = token.row, token.position - work_list.take(rows.before, token.row)
+            row, index = token.row, token.position - work_list.take(rows.first_position, token.row)
         return _attend_tiles(inputs, asked, row, index, tiling, lanes, deterministic)
 
     longest = token_axes[-1]
     if longest == 1 or whole_tiles(longest) is not None:
-        softmax = attend(rows.count, longest)
+        softmax = attend(rows.query_lens, longest)
     else:  # rows with one token of this step gain nothing from tiles of queries
-        lone = rows.count == 1
-        lone_rows, others = attend(jnp.where(lone, rows.count, 0), 1), attend(jnp.where(lone, 0, rows.count), longest)
+        lone = rows.query_lens == 1
+        lone_rows, others = (
+            attend(jnp.where(lone, rows.query_lens, 0), 1),
+            attend(jnp.where(lone, 0, rows.query_lens), longest),
+        )
         is_lone = work_list.take(lone, token.row)
         softmax = jax.tree.map(
             lambda a, b: jnp.where(jnp.expand_dims(is_lone, range(1, a.ndim)), a, b), lone_rows, others
@@ -123,8 +126,8 @@ class _Softmax(NamedTuple):
 def _attend_tiles(
     inputs: _Inputs, rows: work_list.WorkRows, row, index, tiling: work_list.Tiling, lanes: int, deterministic: bool
 ) -> _Softmax:
-    """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0. Tokens say in which row they are,
-    None: in one each; and which of its tokens they are, None: the only one."""
+    """Returns the softmax of every token, `[tokens, H]`, of the rows whose `query_lens` is not 0. Tokens say in which
+    row they are, None: in one each; and which of its tokens they are, None: the only one."""
     (num_heads, head_dim), num_kv_heads = inputs.q.shape[1:], inputs.stored.kv.shape[2]
     work = work_list.plan(tiling, lanes, rows, inputs.tile_mask)
 
@@ -180,7 +183,7 @@ def _attend_at_once(
     else:
         row, place = token.row, None
         if tiling.queries > 1:
-            place = jnp.clip(token.position - work_list.take(rows.before, row), 0, tiling.queries - 1)
+            place = jnp.clip(token.position - work_list.take(rows.first_position, row), 0, tiling.queries - 1)
         queries = tile_reads.read_queries(inputs.q, items, num_kv_heads)
     seen = _read(inputs, items, tiling, queries)
     top = seen.logits.max(axis=-1)
@@ -317,20 +320,22 @@ def _attend_together(
     """The softmax of every token over what its row reads together with others, and the rows without that."""
     tile_mask, position = inputs.tile_mask, token.position
     if tile_mask.tree is not None:
-        position = jnp.where(token.valid, work_list.take(rows.before, token.row) + tile_mask.tree.depth, 0)
+        position = jnp.where(token.valid, work_list.take(rows.first_position, token.row) + tile_mask.tree.depth, 0)
     groups, place = work_list.find_groups(rows, shared, token._replace(position=position))
     most, queries = (
-        max(1, rows.tables.shape[0] // WORTH_ROWS),
+        max(1, rows.block_tables.shape[0] // WORTH_ROWS),
         queries_together(inputs.q.shape[1], inputs.stored.kv.shape[2]),
     )
     tiling, lanes = (
-        work_list.choose_tiling(inputs.q, inputs.stored.kv, rows.tables, queries),
+        work_list.choose_tiling(inputs.q, inputs.stored.kv, rows.block_tables, queries),
         most * -(-TOGETHER // queries),
     )
     # All of it lies before the step's tokens, of which spans and trees speak.
     inputs = inputs._replace(tile_mask=tile_mask._replace(causal=False, spans=None, tree=None))
-    leader = jnp.clip(work_list.take(shared.leader, token.row), 0, rows.tables.shape[0] - 1)
-    softmax = _attend_tiles(inputs, groups, leader, place - work_list.take(groups.start, leader), tiling, lanes, False)
+    leader = jnp.clip(work_list.take(shared.leader, token.row), 0, rows.block_tables.shape[0] - 1)
+    softmax = _attend_tiles(
+        inputs, groups, leader, place - work_list.take(groups.query_starts, leader), tiling, lanes, False
+    )
     is_in = place < place.shape[0]
     nothing = _Softmax(jnp.float32(MASKED), jnp.float32(0), jnp.float32(0))
     softmax = jax.tree.map(

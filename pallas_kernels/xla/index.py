@@ -98,11 +98,11 @@ def select_tokens(
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), *batch[1:4]))
     rows = work_list.find_rows(tuple(token_axes), batch)
     if token_axes[-1] == 1:
-        best = jax.tree.map(lambda x: x[token.row], select(inputs, _lone_lanes(rows, rows.count), kept))
+        best = jax.tree.map(lambda x: x[token.row], select(inputs, _lone_lanes(rows, rows.query_lens), kept))
     else:
-        lone = rows.count == 1
-        of_lone = select(inputs, _lone_lanes(rows, jnp.where(lone, rows.count, 0)), kept)
-        lanes, lane, place = _tile_lanes(rows, jnp.where(lone, 0, rows.count), num_tokens, token, queries)
+        lone = rows.query_lens == 1
+        of_lone = select(inputs, _lone_lanes(rows, jnp.where(lone, rows.query_lens, 0)), kept)
+        lanes, lane, place = _tile_lanes(rows, jnp.where(lone, 0, rows.query_lens), num_tokens, token, queries)
         many, is_lone = select(inputs, lanes, kept), lone[token.row][:, None]
         best = jax.tree.map(lambda a, b: jnp.where(is_lone, a[token.row], b[lane * queries + place]), of_lone, many)
     best = Best(best.score, jnp.where(token.valid[:, None] & (best.score > NOTHING), best.position, -1))
@@ -114,8 +114,8 @@ def select_tokens(
 
 def _lone_lanes(rows: work_list.WorkRows, count: jax.Array) -> Lanes:
     """A lane for each row, of its only token."""
-    position = jnp.where(count > 0, rows.before, -1)
-    return Lanes(jnp.arange(count.shape[0], dtype=jnp.int32), rows.start[:, None], position[:, None])
+    position = jnp.where(count > 0, rows.first_position, -1)
+    return Lanes(jnp.arange(count.shape[0], dtype=jnp.int32), rows.query_starts[:, None], position[:, None])
 
 
 def _tile_lanes(
@@ -130,9 +130,9 @@ def _tile_lanes(
     row = row.astype(jnp.int32)
     nth = ((lane - (ends - each)[row]) * queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)[None]
     is_there = (nth < count[row][:, None]) & (lane < ends[-1])[:, None]
-    position = jnp.where(is_there, rows.before[row][:, None] + nth, -1)
-    index = jnp.clip(rows.start[row][:, None] + nth, 0, num_tokens - 1)
-    tile, place = work_list.parts(jnp.maximum(token.position - rows.before[token.row], 0), queries)
+    position = jnp.where(is_there, rows.first_position[row][:, None] + nth, -1)
+    index = jnp.clip(rows.query_starts[row][:, None] + nth, 0, num_tokens - 1)
+    tile, place = work_list.parts(jnp.maximum(token.position - rows.first_position[token.row], 0), queries)
     own = jnp.clip((ends - each)[token.row] + tile, 0, most - 1)
     return Lanes(row, index, position), own, place
 

@@ -92,16 +92,16 @@ def _item_bytes(q: jax.Array, kv: jax.Array, queries: int, context: int) -> int:
 
 
 class WorkRows(NamedTuple):
-    """Where each row's tokens are. Tokens are flat: `count[s]` of row s attend, and they begin at `start[s]`."""
+    """Where each row's tokens are. Tokens are flat: `query_lens[s]` of row s attend, from `query_starts[s]` on."""
 
-    tables: jax.Array  # i32[S, M]
-    before: jax.Array  # i32[S]: the position of the row's first token of this step
-    end: jax.Array  # i32[S]: the row's length
-    start: jax.Array  # i32[S]
-    count: jax.Array  # type: ignore[assignment]  # i32[S]; it hides tuple.count
+    block_tables: jax.Array  # i32[S, M]
+    first_position: jax.Array  # i32[S]: the position of the row's first token of this step
+    kv_lens: jax.Array  # i32[S]: the row's length
+    query_starts: jax.Array  # i32[S]
+    query_lens: jax.Array  # i32[S]
     first: jax.Array | None = None  # i32[S]: the position that reading begins at; None: 0
-    # Of rows that stand for several, whose queries see all up to `end`: i32[tokens], which token stands at a place, and
-    # each token's position.
+    # Of rows that stand for several, whose queries see all up to `kv_lens`: i32[tokens], which token stands at a place,
+    # and each token's position.
     order: jax.Array | None = None
     position: jax.Array | None = None
     shard: jax.Array | None = None  # i32[2]: which of how many runs of every block are at hand; None: all of it
@@ -131,13 +131,13 @@ def find_groups(rows: WorkRows, shared: Shared, token: Tokens) -> tuple[WorkRows
     `i32[tokens]`; tokens are flat, and those of no group get the first place behind all."""
     num_tokens = token.row.shape[0]
     number = jnp.arange(num_tokens, dtype=jnp.int32)
-    tokens, place, start = (take(x, token.row) for x in (shared.tokens, shared.place, rows.start))
+    tokens, place, start = (take(x, token.row) for x in (shared.tokens, shared.place, rows.query_starts))
     place = jnp.where(token.valid & (tokens > 0), place + number - start, num_tokens)
     order = jnp.zeros_like(number).at[place].set(number, mode="drop")
-    nearest = jnp.where(shared.tokens > 0, rows.before, jnp.iinfo(jnp.int32).max)
-    before = jnp.full_like(rows.before, jnp.iinfo(jnp.int32).max).at[shared.leader].min(nearest)
+    nearest = jnp.where(shared.tokens > 0, rows.first_position, jnp.iinfo(jnp.int32).max)
+    before = jnp.full_like(rows.first_position, jnp.iinfo(jnp.int32).max).at[shared.leader].min(nearest)
     groups = WorkRows(
-        rows.tables, before, shared.tokens, shared.place, shared.queries, None, order, token.position, rows.shard
+        rows.block_tables, before, shared.tokens, shared.place, shared.queries, None, order, token.position, rows.shard
     )
     return groups, place
 
@@ -170,11 +170,11 @@ def find_tile_mask(token_axes: tuple[int, ...], rows: WorkRows, batch: PagedBatc
         mask = mask.reshape(-1, mask.shape[-1])
     if spec.tree is not None:
         token = jax.tree.map(jnp.ravel, locate(token_axes, *batch[1:4]))
-        tree = climb(spec.tree.reshape(-1), token, rows.before, rows.start, token_axes[-1])
+        tree = climb(spec.tree.reshape(-1), token, rows.first_position, rows.query_starts, token_axes[-1])
     if blocks is not None:  # no block is read twice; there is always one, if only none
         blocks = blocks if blocks.shape[1] else jnp.full((blocks.shape[0], 1), -1, jnp.int32)
         highest = jax.lax.cummax(jnp.pad(blocks, ((0, 0), (1, 0)), constant_values=-1)[:, :-1], axis=1)
-        blocks = jnp.where((blocks > highest) & (blocks < rows.tables.shape[1]), blocks, -1)
+        blocks = jnp.where((blocks > highest) & (blocks < rows.block_tables.shape[1]), blocks, -1)
     spans = None if spec.spans is None else spec.spans.reshape(-1)
     return TileMask(spec.window, spec.chunk, spec.causal, mask, spans, tree, blocks, spec.sink_tokens or 0)
 
@@ -187,10 +187,10 @@ class Lane(NamedTuple):
     first_tile: jax.Array  # the first context tile that the lane sees
     begin: jax.Array  # the number of its first item
     # Of its row, as in `WorkRows`:
-    before: jax.Array
-    end: jax.Array
-    start: jax.Array
-    count: jax.Array  # type: ignore[assignment]
+    first_position: jax.Array
+    kv_lens: jax.Array
+    query_starts: jax.Array
+    query_lens: jax.Array
 
 
 class WorkList(NamedTuple):
@@ -213,20 +213,20 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 def plan(tiling: Tiling, lanes: int, rows: WorkRows, tile_mask: TileMask) -> WorkList:
     """The work list of a step that needs no more than `lanes` lanes; of one-token tiles as many as there are rows."""
-    columns = [rows.before, rows.end, rows.start, rows.count]
+    columns = [rows.first_position, rows.kv_lens, rows.query_starts, rows.query_lens]
     if tile_mask.blocks is not None:  # tiles are counted through them
         place = jnp.arange(1, tile_mask.blocks.shape[1] + 1, dtype=jnp.int32)
         columns.append(jnp.max(jnp.where(tile_mask.blocks >= 0, place[None], 0), axis=1, initial=0))
     if tiling.queries == 1:  # of rows of one token the lanes are the rows: nothing needs looking up
-        row = row_lane = jnp.arange(rows.count.shape[0], dtype=jnp.int32)
-        first, is_used = jnp.zeros_like(row), rows.count > 0
+        row = row_lane = jnp.arange(rows.query_lens.shape[0], dtype=jnp.int32)
+        first, is_used = jnp.zeros_like(row), rows.query_lens > 0
     else:
         lane = jnp.arange(lanes, dtype=jnp.int32)
-        row_lanes = cover(rows.count, tiling.queries)
+        row_lanes = cover(rows.query_lens, tiling.queries)
         row_ends = jnp.cumsum(row_lanes)
         row_lane = row_ends - row_lanes
         row = jnp.searchsorted(row_ends, lane, side="right", method="compare_all").astype(jnp.int32)
-        row = jnp.minimum(row, rows.count.shape[0] - 1)
+        row = jnp.minimum(row, rows.query_lens.shape[0] - 1)
         # Columns side by side cost one gather, which is one kernel to compile and to run, and not one each.
         *columns, its_row_lane = jnp.unstack(take(jnp.stack([*columns, row_lane], axis=1), row), axis=1)
         first, is_used = (lane - its_row_lane) * tiling.queries, lane < row_ends[-1]
@@ -290,9 +290,11 @@ def find_items(tiling: Tiling, work: WorkList, rows: WorkRows, step, tile_mask: 
 
 def whole_rows(tiling: Tiling, rows: WorkRows, tile_mask: TileMask) -> Items:
     """An item for each row: all its queries, and all that its table could hold. It needs no work list."""
-    number = jnp.arange(rows.tables.shape[0], dtype=jnp.int32)
+    number = jnp.arange(rows.block_tables.shape[0], dtype=jnp.int32)
     nothing = jnp.zeros_like(number)
-    known = Lane(number, nothing, nothing, nothing, rows.before, rows.end, rows.start, rows.count)
+    known = Lane(
+        number, nothing, nothing, nothing, rows.first_position, rows.kv_lens, rows.query_starts, rows.query_lens
+    )
     lane = Lane(*(x[:, None] for x in known))
     return _see(tiling, rows, tile_mask, lane, jnp.zeros((1, 1), jnp.int32), whole=True)._replace(lane=number)
 
@@ -323,13 +325,13 @@ def _see(
     own, position = (x.reshape(-1, 1, tiling.pieces * tiling.run) for x in (own, position))
 
     index = lane.first + jnp.arange(tiling.queries, dtype=jnp.int32)[None]
-    token = lane.start + index
-    before, end = lane.before[:, :, None], lane.end[:, :, None]
+    token = lane.query_starts + index
+    before, end = lane.first_position[:, :, None], lane.kv_lens[:, :, None]
     query, nth = before + index[:, :, None], position - before  # the place's number among the row's new tokens
     if rows.order is not None and rows.position is not None:
         token = rows.order.at[token].get(mode="clip")
         query = take(rows.position, token)[:, :, None]
-    their_token = lane.start[:, :, None] + nth
+    their_token = lane.query_starts[:, :, None] + nth
     is_new = (nth >= 0) & (position < end)
     key = position
     if tile_mask.tree is not None:
@@ -347,8 +349,12 @@ def _see(
         span = tile_mask.spans.at[token].get(mode="clip")[:, :, None]
         theirs = tile_mask.spans.at[jnp.maximum(their_token, 0)].get(mode="clip")
         sees |= is_new & (span != 0) & (span == theirs)
-    seen = own & (index < lane.count)[:, :, None] & sees
+    seen = own & (index < lane.query_lens)[:, :, None] & sees
     if tile_mask.mask is not None:
         seen &= tile_mask.mask.at[token[:, :, None], position].get(mode="fill", fill_value=False)
-    block = rows.tables if whole and tile_mask.blocks is None else rows.tables.at[lane.row, logical].get(mode="clip")
+    block = (
+        rows.block_tables
+        if whole and tile_mask.blocks is None
+        else rows.block_tables.at[lane.row, logical].get(mode="clip")
+    )
     return Items(lane.row, token, block, jnp.broadcast_to(offset, block.shape), seen, jnp.abs(query - key))
