@@ -50,7 +50,9 @@ class LayerCall:
         return tokens
 
 
-def make_call(layer: Layer, step: Step | None, *, query_lens: Any = None, query_starts: Any = None, **rest: Any):
+def make_call(
+    layer: Layer, step: Step | None, *, query_lens: Any = None, query_starts: Any = None, **rest: Any
+) -> LayerCall:
     """Returns the `LayerCall` of a layer, with the tables of the heads whose blocks this device holds.
 
     `query_lens` (one for each of the table's rows, all heads) and `query_starts` are of queries that are another

@@ -164,7 +164,7 @@ class RemotePrefill:
         (told, tensors), what = fetched, f"What {self._link.address} has sent"
         try:
             saved = parse_saved(what, told["fields"], tensors)
-            check_layers(what, saved.config, self._config)  # type: ignore[arg-type]
+            check_layers(what, saved.config, self._config)
         except CacheFileError:
             logger.exception("a prompt is computed here")
             return None

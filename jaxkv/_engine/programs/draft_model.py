@@ -91,23 +91,20 @@ class ModelDrafter:
         self._make_sound()
         with self._soundness:
             for sequence in sequences:
-                row = sequence.row
-                assert row is not None
-                self._held[row].follow(sequence.tokens, sequence.adapter)
+                self._find_held(sequence).follow(sequence.tokens, sequence.adapter)
             while self._feed(sequences):
                 pass
             rows = self._rows()
             tokens = np.zeros((self.config.max_seqs, self.few), np.int32)
             for sequence in sequences:
-                row, held = sequence.row, len(self._held[sequence.row])  # type: ignore[index]
-                missing = sequence.tokens[held:]
+                row, missing = sequence.row, sequence.tokens[len(self._find_held(sequence)) :]
                 tokens[row, : len(missing)] = missing
                 rows[FED, row], rows[COLUMN, row] = len(missing), sequence.request.column
             kind = KINDS[max(sequence.request.kind for sequence in sequences)]
             chosen = np.asarray(self._call(rows, tokens, kind, self.count))
             guesses = [chosen[:, sequence.row].tolist() for sequence in sequences]
             for sequence, guessed in zip(sequences, guesses, strict=True):
-                of_row = self._held[sequence.row]  # type: ignore[index]
+                of_row = self._find_held(sequence)
                 of_row.count, of_row.guesses = len(sequence.tokens), guessed[:-1] if self._can_roll_back else []
         return [DraftTokens.chain(guessed[:count]) for guessed in guesses]
 
@@ -127,6 +124,10 @@ class ModelDrafter:
     def close(self) -> None:
         self.release()
         self.leaves = []
+
+    def _find_held(self, sequence: Sequence) -> Held:
+        assert sequence.row is not None
+        return self._held[sequence.row]
 
     def _make_sound(self) -> None:
         if not self._soundness.is_kept:
@@ -151,7 +152,7 @@ class ModelDrafter:
         tokens[: len(packed)] = packed
         self._call(rows, tokens, KINDS[0], 0)
         for sequence in sequences:
-            self._held[sequence.row].count += int(rows[FED, sequence.row])  # type: ignore[index]
+            self._find_held(sequence).count += int(rows[FED, sequence.row])
         return True
 
     def _rows(self) -> np.ndarray:

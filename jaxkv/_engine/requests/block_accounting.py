@@ -15,7 +15,7 @@ class Holdings:
 
     def __init__(self, config: CacheConfig):
         self.config, self.size = config, config.block_size
-        self.groups = range(len(config.groups))
+        self.groups: range | list[int] = range(len(config.groups))
         self.block_bytes = [config.bytes_per_group_block(g) for g in self.groups]
 
     def held(self, prompt: int, cached: int) -> list[int]:
@@ -79,7 +79,7 @@ class ThinnedHoldings(Holdings):
                 self._kept.append(table)
                 self.block_bytes.append(0)
             self.block_bytes[list(kept).index(kind)] += config.bytes_per_group_block(group)
-        self.groups = list(kept.values())  # type: ignore[assignment]
+        self.groups = list(kept.values())
 
     def held(self, prompt: int, cached: int) -> list[int]:
         point = self.eviction.point_before(prompt, cached)

@@ -99,6 +99,10 @@ def refuse_restarted(request: Any, times: int) -> None:
 def iterate(request: Any) -> Iterator[int]:
     """Yields a request's tokens as they come. Raises the error that it ends with."""
     first, given, times = request.samples[0], 0, request.samples[0].num_restarts
+
+    def has_news() -> bool:
+        return first.done or given < first.num_visible or times < first.num_restarts
+
     while True:
         refuse_restarted(first, times)
         while given < first.num_visible:
@@ -108,9 +112,7 @@ def iterate(request: Any) -> Iterator[int]:
         if first.done and given >= first.num_visible:
             break
         wait_until(
-            lambda given=given: (  # type: ignore[misc]
-                first.done or given < first.num_visible or times < first.num_restarts
-            ),
+            has_news,
             [first.listeners],
             first.engine,
             None,
