@@ -22,7 +22,7 @@ from jaxkv._core.attention.attention import attention
 from jaxkv._core.attention.plan import Step, plan_step, positions
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.state.device_arrays import describe_array
+from jaxkv._core.state.device_arrays import abstract_array
 from jaxkv._core.state.state import Layer
 from jaxkv._engine.frontend.engine import Engine
 
@@ -253,7 +253,7 @@ class Rollout(BaseRollout):
         self._engine = Engine(self._model, max_seqs=max_seqs, **options)
         self._engine.release(parameters=True)
         if self._actor is not None:  # what the trainer replaces is kept by nobody
-            self._model = dataclasses.replace(self._model, state=jax.tree.map(describe_array, self._model.state))
+            self._model = dataclasses.replace(self._model, state=jax.tree.map(abstract_array, self._model.state))
         self._lock = threading.Lock()
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **_: Any) -> RolloutOutput:

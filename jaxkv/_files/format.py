@@ -32,7 +32,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.blocks.restore import describe_layer, pool_layers
+from jaxkv._core.blocks.restore import layer_facts, pool_layers
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig, StateArray, kind_of
 from jaxkv._core.config.validation import MOST_TOKENS, integer, show
@@ -307,7 +307,7 @@ def stored_states(config: CacheConfig) -> dict[tuple[int, str], StateArray]:
 
 def _render(config: CacheConfig) -> dict[str, Any]:
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    layers = [describe_layer(config, i) for i in range(config.num_layers)]
+    layers = [layer_facts(config, i) for i in range(config.num_layers)]
     for layer, found in zip(layers, config.layers, strict=True):
         if found.bounds:  # the file does not hold the bounds: loading computes them
             layer["bounds"] = True

@@ -19,9 +19,9 @@ from jaxkv._core.blocks.reblock import (
     fit,
     gather_slots,
 )
-from jaxkv._core.blocks.restore import describe_layer, empty_rows, put_rows, regroup_channels, ungroup_channels
+from jaxkv._core.blocks.restore import empty_rows, layer_facts, put_rows, regroup_channels, ungroup_channels
 from jaxkv._core.blocks.row_snapshots import RowSnapshots, compact_snapshots, put_row_snapshots
-from jaxkv._core.blocks.state_slots import place_states, put_row_states
+from jaxkv._core.blocks.slot_allocator import place_states, put_row_states
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards
@@ -313,7 +313,7 @@ def check_layers(path: Any, saved: CacheConfig, config: CacheConfig) -> None:
             f"{path} has {saved.num_layers} layers, but the cache has {config.num_layers}: it is of another model."
         )
     for i in range(config.num_layers):
-        theirs, ours = (ungroup_channels(describe_layer(c, i)) for c in (saved, config))
+        theirs, ours = (ungroup_channels(layer_facts(c, i)) for c in (saved, config))
         wrong = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
         if set(wrong) <= {"dtype", "rotate"} and "dtype" in wrong:
             raise CacheFileError(

@@ -10,7 +10,7 @@ import numpy as np
 from jaxkv._core.blocks.reblock import BlockPlan, clear_unused, find_held, gather_slots, reblock
 from jaxkv._core.blocks.restore import pool_layers
 from jaxkv._core.blocks.row_snapshots import RowSnapshots, read_row_snapshots
-from jaxkv._core.blocks.state_slots import take_states
+from jaxkv._core.blocks.slot_allocator import take_states
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards

@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv._core.blocks.block_copy import put, put_group, read_group
 from jaxkv._core.blocks.reblock import HeldBlocks
 from jaxkv._core.blocks.row_snapshots import put_row_snapshots, read_row_snapshots
-from jaxkv._core.blocks.state_slots import place_states, put_row_states, take_states
+from jaxkv._core.blocks.slot_allocator import place_states, put_row_states, take_states
 from jaxkv._core.blocks.tables import free
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import add_bounds

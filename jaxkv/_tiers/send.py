@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxkv._core.blocks.block_copy import pad_size, read_blocks, read_group
 from jaxkv._core.blocks.reblock import BlockPlan, HeldBlocks, TokensGone, describe_lack, fill_blocks, find_held, fit
-from jaxkv._core.blocks.restore import describe_layer, empty_rows, put_rows
+from jaxkv._core.blocks.restore import empty_rows, layer_facts, put_rows
 from jaxkv._core.blocks.row_snapshots import put_row_snapshots, read_row_snapshots
-from jaxkv._core.blocks.state_slots import place_states, put_row_states, take_states
+from jaxkv._core.blocks.slot_allocator import place_states, put_row_states, take_states
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.config.mesh_shape import find_mesh
@@ -176,7 +176,7 @@ def _different(cache: Cache, name: str, rows: Any) -> np.ndarray:
 
 
 def _check_layers(cache: Cache, to: Cache) -> None:
-    ours, theirs = ([describe_layer(x.config, i) for i in range(x.num_layers)] for x in (cache, to))
+    ours, theirs = ([layer_facts(x.config, i) for i in range(x.num_layers)] for x in (cache, to))
     if len(ours) != len(theirs):
         raise ValueError(
             f"Rows of {len(ours)} layers cannot be sent to a cache of {len(theirs)}: it is another model's."

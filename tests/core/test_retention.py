@@ -36,7 +36,7 @@ def test_positions_and_blocks_that_stay(retention):
 
 
 def test_rows_have_a_table_for_each_head_only_if_heads_evict():
-    assert [kept.row_tables(6) for kept in (*SEES, Evicted("layer"))] == [1, 1, 1, 1, 1, 6, 1]
+    assert [kept.num_tables(6) for kept in (*SEES, Evicted("layer"))] == [1, 1, 1, 1, 1, 6, 1]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_rows_have_a_table_for_each_head_only_if_heads_evict():
     ],
 )  # fmt: skip
 def test_who_may_read_anothers_tokens(owner, reader, fits):
-    assert (owner.refuse_reader(reader) is None) == fits
+    assert (owner.reader_refusal(reader) is None) == fits
 
 
 def test_options_make_one_rule():

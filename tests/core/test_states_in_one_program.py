@@ -10,7 +10,7 @@ import pytest
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._core.blocks.state_slots import held_snapshots
+from jaxkv._core.blocks.slot_allocator import held_snapshots
 
 ROWS, PLACES, LONGEST, WIDTH = 4, 3, 16, 3
 COUNT = 10_000  # operations of a run

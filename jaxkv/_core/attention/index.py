@@ -28,7 +28,7 @@ from pallas_kernels.common.context_parallel import select_local_tokens
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.xla.index import Best, StoredIndex, write_index as scatter
 
-ADAPTERS = (TableColumns, DecodePacking)
+INDEX_ADAPTERS = (TableColumns, DecodePacking)
 
 
 def write_index[C: (Cache, Layer)](
@@ -82,7 +82,7 @@ def _check_writer(layer: Layer, implementation: str | None) -> None:
 
 
 def _store(layer: Layer, step: Step | None, index_k: jax.Array, *, implementation: str | None) -> Pool:
-    call, _ = adapt(make_call(layer, step, k=index_k[..., None, :]), ADAPTERS)
+    call, _ = adapt(make_call(layer, step, k=index_k[..., None, :]), INDEX_ADAPTERS)
     assert call.k is not None
     layer, stored = call.layer, _find_index(call.layer)
     runs, lengths = find_block_runs(layer.pool), layer.tables.lengths
@@ -142,8 +142,8 @@ def choose_tokens(
 def _choose(
     layer: Layer, step: Step | None, q: jax.Array, weights: jax.Array, *, top_k: int
 ) -> tuple[jax.Array, jax.Array]:
-    of_heads = adapt(make_call(layer, step, q=weights), ADAPTERS)[0].q
-    call, undo = adapt(make_call(layer, step, q=q), ADAPTERS)
+    of_heads = adapt(make_call(layer, step, q=weights), INDEX_ADAPTERS)[0].q
+    call, undo = adapt(make_call(layer, step, q=q), INDEX_ADAPTERS)
     layer = call.layer
     assert call.q is not None and of_heads is not None
     runs, stored = find_block_runs(layer.pool), _find_index(layer)

@@ -11,8 +11,8 @@ import numpy as np
 import pallas_kernels
 from jaxkv._core.attention.plan import Step, check_plan, settle_cache, settle_tables
 from jaxkv._core.blocks.mixer_shards import run_on_mesh
+from jaxkv._core.blocks.slot_allocator import end_snapshots, snapshot_arguments
 from jaxkv._core.blocks.state_replay import select_fixed
-from jaxkv._core.blocks.state_slots import end_snapshots, snapshot_arguments
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import show
 from jaxkv._core.state.head_rows import row_tables

@@ -18,8 +18,8 @@ from jaxkv._core.state.sharding import WHOLE, head_spec, map_devices, replicate,
 
 # Of each mixer: an array that shows the token axes, and how many axes stand behind them, first heads or channels.
 SHOWN = {"causal_conv": ("x", 1), "gated_delta_rule": ("v", 2), "state_space": ("x", 2)}
-BY_TOKEN = ("x", "q", "k", "v", "g", "beta", "dt", "B", "C")  # heads stand behind the token axes
-BY_HEAD = ("weight", "bias", "A", "D")  # heads, or channels, stand first
+TOKEN_ARRAYS = ("x", "q", "k", "v", "g", "beta", "dt", "B", "C")  # heads stand behind the token axes
+HEAD_ARRAYS = ("weight", "bias", "A", "D")  # heads, or channels, stand first
 SHARED = ("q", "k", "B", "C")  # of fewer heads, which others share
 
 
@@ -46,8 +46,10 @@ def run_on_mesh(door: Callable[..., Any], states: jax.Array, axis: str | None) -
         front, specs = arrays[name].ndim - inner, dict.fromkeys(arrays, WHOLE)
         if divided:
             assert axis is not None
-            specs |= {name: head_spec(front, axis) for name in BY_TOKEN if name in arrays}
-            specs |= {name: head_spec(0, axis) for name in BY_HEAD if name in arrays} | {"states": head_spec(1, axis)}
+            specs |= {name: head_spec(front, axis) for name in TOKEN_ARRAYS if name in arrays}
+            specs |= {name: head_spec(0, axis) for name in HEAD_ARRAYS if name in arrays} | {
+                "states": head_spec(1, axis)
+            }
             arrays |= {name: _repeat(arrays[name], front, count) for name in SHARED if name in arrays}
         y = specs[name]
         return _run(

@@ -118,7 +118,7 @@ def pool_layers(config: CacheConfig) -> list[int]:
     return [i for i, layer in enumerate(config.layers) if layer.shares_with is None and not layer.is_recurrent]
 
 
-def describe_layer(config: CacheConfig, layer: int) -> dict[str, Any]:
+def layer_facts(config: CacheConfig, layer: int) -> dict[str, Any]:
     """Describes what one layer stores, in plain values. Layers with equal descriptions can hold each other's tokens;
     bounds are left out, since they follow from the keys."""
     said = dataclasses.asdict(config.layers[layer]) | {

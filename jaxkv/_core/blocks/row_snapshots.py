@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.block_copy import pad_size
-from jaxkv._core.blocks.state_slots import grant_snapshots, held_snapshots
+from jaxkv._core.blocks.slot_allocator import grant_snapshots, held_snapshots
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.state_slots import NULL_SLOT, split_states
 from jaxkv._core.state.static_fields import register_export

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv._core.blocks.allocator import count_blocks, grant_rows, replace_entries, take_blocks
 from jaxkv._core.blocks.block_copy import copy_blocks, stack_blocks
-from jaxkv._core.blocks.state_slots import adopt_slots, has_snapshot, refuse_guesses, roll_slots_back
+from jaxkv._core.blocks.slot_allocator import adopt_slots, has_snapshot, refuse_guesses, roll_slots_back
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.state.arguments import is_known, read_numbers, row_counts, row_indices, scatter_rows

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxkv._core.blocks.allocator import count_blocks, replace_entries
 from jaxkv._core.blocks.block_copy import stack_blocks
+from jaxkv._core.blocks.slot_allocator import has_snapshot, roll_slots_back
 from jaxkv._core.blocks.state_replay import take_in
-from jaxkv._core.blocks.state_slots import has_snapshot, roll_slots_back
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import find_touched_blocks, renew_bounds

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from jaxkv._core.blocks.mixer_shards import SHOWN, run_on_mesh
-from jaxkv._core.blocks.state_slots import assign_slots, snapshot_arguments
+from jaxkv._core.blocks.slot_allocator import assign_slots, snapshot_arguments
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.head_rows import row_tables
 from jaxkv._core.state.state import BlockTables

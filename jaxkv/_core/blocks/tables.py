@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.allocator import count_blocks, free_leading_blocks, grant_rows, replace_entries, take_blocks
-from jaxkv._core.blocks.state_slots import begin_step, release_slots
+from jaxkv._core.blocks.slot_allocator import begin_step, release_slots
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.config.validation import MOST_TOKENS
 from jaxkv._core.state.arguments import row_counts, row_mask

@@ -115,5 +115,5 @@ def check_shared(config: ByteSizes, i: int, layer: LayerConfig) -> None:
             "num_kv_heads and head_dim (v_head_dim too; if latent, rank and rope_dim), and no dtype or rotate "
             "of its own, nor evict, index_dim or bounds."
         )
-    if (reason := owner.retention.refuse_reader(layer.retention)) is not None:
+    if (reason := owner.retention.reader_refusal(layer.retention)) is not None:
         raise ValueError(f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {reason}.")

@@ -149,7 +149,7 @@ class Groups:
     def group_heads(self) -> tuple[int, ...]:
         """Number of tables of a row in each group: 1, or one for each KV head if the layer evicts by heads."""
         pairs = zip(self.retentions, self.groups, strict=True)
-        return tuple(kept.row_tables(self.layers[i].num_kv_heads) for kept, (i, *_) in pairs)
+        return tuple(kept.num_tables(self.layers[i].num_kv_heads) for kept, (i, *_) in pairs)
 
     @property
     def has_windows(self) -> bool:

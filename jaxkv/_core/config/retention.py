@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Options of attention by a token's position, and by its head or row.
-BY_POSITION, BY_HEAD = ("window", "sink_tokens", "alibi", "mask", "tokens"), ("sinks", "blocks")
+# Options of attention that layers refuse which evict: by a token's position, and by its head or row.
+REFUSED_BY_POSITION, REFUSED_BY_HEAD = ("window", "sink_tokens", "alibi", "mask", "tokens"), ("sinks", "blocks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Full:
         # All visible tokens but the next one, `block_size - 1` more slots in the first block, and as many in the last.
         return max(self.visible_tokens, 2) + 2 * block_size - 3
 
-    def row_tables(self, num_kv_heads: int) -> int:
+    def num_tables(self, num_kv_heads: int) -> int:
         """Returns the number of tables of a row."""
         return 1
 
-    def refuse_reader(self, reader: "Full") -> str | None:
+    def reader_refusal(self, reader: "Full") -> str | None:
         """Returns why no layer with the retention `reader` can read this layer's keys and values, as a clause; None: it
         can."""
         return None
@@ -104,7 +104,7 @@ class Window(Full):
     def sink_blocks(self, block_size: int) -> int:
         return -(-(self.sink_tokens or 0) // block_size)
 
-    def refuse_reader(self, reader: Full) -> str | None:
+    def reader_refusal(self, reader: Full) -> str | None:
         if isinstance(reader, Chunk):
             return f"{self}, and cannot be a layer {reader}"
         window, sinks = (reader.window, reader.sink_tokens) if isinstance(reader, Window) else (None, None)
@@ -154,7 +154,7 @@ class Chunk(Full):
     def slide_blocks(self, block_size: int) -> int:  # whole chunks, so that chunk boundaries stay in place
         return math.lcm(self.chunk, block_size) // block_size
 
-    def refuse_reader(self, reader: Full) -> str | None:
+    def reader_refusal(self, reader: Full) -> str | None:
         return None if reader == self else f"{self}, and cannot be a layer {reader}"
 
     def mask_options(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -177,15 +177,15 @@ class Evicted(Full):
 
     @property
     def refused_options(self) -> tuple[str, ...]:  # a token's slot is not its position; with "head", each head has own
-        return BY_POSITION + BY_HEAD if self.by == "head" else BY_POSITION
+        return REFUSED_BY_POSITION + REFUSED_BY_HEAD if self.by == "head" else REFUSED_BY_POSITION
 
     def __str__(self) -> str:
         return f'with evict="{self.by}"'
 
-    def row_tables(self, num_kv_heads: int) -> int:
+    def num_tables(self, num_kv_heads: int) -> int:
         return num_kv_heads if self.by == "head" else 1
 
-    def refuse_reader(self, reader: Full) -> str | None:
+    def reader_refusal(self, reader: Full) -> str | None:
         if reader.visible_tokens is None:
             return None
         return f"which has evict={self.by!r}: it cannot be a layer {reader}, for slots there are not positions"

@@ -40,7 +40,7 @@ def _assemble(shape: tuple[int, ...], place: Sharding, devices: np.ndarray, held
     return jax.make_array_from_single_device_arrays(shape, place, [held[d] for d in devices.flat if d in held])
 
 
-def describe_array(x: jax.Array) -> jax.ShapeDtypeStruct:
+def abstract_array(x: jax.Array) -> jax.ShapeDtypeStruct:
     """Returns what programs are compiled for of an array: its shape, dtype and sharding."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 

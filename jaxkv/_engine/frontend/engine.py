@@ -21,7 +21,7 @@ from jaxkv._engine.frontend.warmup import call_all
 from jaxkv._engine.hosts.channel import list_engine_processes, refuse_options
 from jaxkv._engine.hosts.lockstep import LockstepCores
 from jaxkv._engine.hosts.prefix import share_prefix
-from jaxkv._engine.programs.model import ADAPTERS, Model, check_form, check_shapes, takes
+from jaxkv._engine.programs.model import ADAPTERS_ARGUMENT, Model, check_form, check_shapes, takes
 from jaxkv._engine.programs.recompute import recompute
 from jaxkv._engine.programs.step_rows import Hook, column_of, read_hook
 from jaxkv._engine.requests.drafters import read_draft
@@ -221,7 +221,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
             has_hook=logits_hook is not None,
             is_apart=prefill is not None,
             holdings=self._residents.holdings,
-            takes_adapters=logits_hook is not None or takes(model, ADAPTERS),
+            takes_adapters=logits_hook is not None or takes(model, ADAPTERS_ARGUMENT),
             most_tokens=count_most_tokens(config, keeps_tokens=any(x is not None for x in keepers)),
         )
 

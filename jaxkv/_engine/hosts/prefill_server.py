@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._core.blocks.restore import describe_layer
+from jaxkv._core.blocks.restore import layer_facts
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._engine.hosts.json_connection import BEAT, JsonConnection, read_address
 from jaxkv._engine.requests.entries import parse_salt
@@ -171,6 +171,6 @@ class PrefillServer:
 def describe_layers(config: CacheConfig) -> list[str]:
     """Returns what each layer stores, in words that must be equal where rows come from and go to."""
     return [
-        str(sorted((describe_layer(config, i) | {"revision": config.kind(i).revision}).items()))
+        str(sorted((layer_facts(config, i) | {"revision": config.kind(i).revision}).items()))
         for i in range(config.num_layers)
     ]

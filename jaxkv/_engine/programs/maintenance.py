@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxkv._core.blocks.sharing import fork, share_first_blocks
-from jaxkv._core.blocks.state_slots import put_row_states
+from jaxkv._core.blocks.slot_allocator import put_row_states
 from jaxkv._core.blocks.tables import free, release_windows
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.sharding import share

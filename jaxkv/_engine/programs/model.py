@@ -16,7 +16,7 @@ from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import show
 
 PAGE = "See docs/your_model.md."
-ADAPTERS = "adapters"  # the argument by which a model is given those of its rows
+ADAPTERS_ARGUMENT = "adapters"  # the argument by which a model is given those of its rows
 
 
 class Model(Protocol):
@@ -87,7 +87,7 @@ def takes(model: Any, name: str) -> bool:
 
 def no_adapters(model: Any, cache: Cache) -> dict[str, jax.Array]:
     """Returns the argument `adapters` of rows without any, for a model that takes it."""
-    return {ADAPTERS: jnp.zeros_like(cache.lengths)} if takes(model, ADAPTERS) else {}
+    return {ADAPTERS_ARGUMENT: jnp.zeros_like(cache.lengths)} if takes(model, ADAPTERS_ARGUMENT) else {}
 
 
 def check_form(model: Any, *, needs_dtype: bool = True) -> None:

@@ -13,7 +13,7 @@ from jaxkv._core.state.sharding import share
 from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._engine.programs.eviction import record_queries_of_step
 from jaxkv._engine.programs.maintenance import measure_room
-from jaxkv._engine.programs.model import ADAPTERS, takes
+from jaxkv._engine.programs.model import ADAPTERS_ARGUMENT, takes
 from jaxkv._engine.programs.program_cache import share_programs
 from jaxkv._engine.programs.step_rows import (
     COUNT,
@@ -138,8 +138,8 @@ def logits_at(model, tokens, cache, places, cascade=False, tree=None, adapters=N
     of a prompt are large. `cascade`: rows of a common prefix read it once, if the model takes a planned step.
     `adapters` i32[S]: those of the rows, for a model that takes them."""
     planned: dict = {"deterministic": True} if deterministic else {}
-    if takes(model, ADAPTERS):
-        planned[ADAPTERS] = jnp.zeros_like(cache.lengths) if adapters is None else adapters
+    if takes(model, ADAPTERS_ARGUMENT):
+        planned[ADAPTERS_ARGUMENT] = jnp.zeros_like(cache.lengths) if adapters is None else adapters
     if (cascade or tree is not None) and takes(model, "step"):
         planned["step"] = plan_step(cache, tokens.shape, cascade=cascade, tree=tree)
     if takes(model, "logits_at"):

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkv._core.blocks.slot_allocator import drop_guesses
 from jaxkv._core.blocks.speculative import keep_guesses, revert_guesses, revert_tokens
-from jaxkv._core.blocks.state_slots import drop_guesses
 from jaxkv._engine.programs.step_rows import TokenChoice, row_of
 
 

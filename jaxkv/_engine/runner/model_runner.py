@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check
-from jaxkv._core.state.device_arrays import delete, describe_array
+from jaxkv._core.state.device_arrays import abstract_array, delete
 from jaxkv._core.state.multihost import put_replicated
 from jaxkv._engine.programs.eviction import Remembered, make_memory, thin_program
 from jaxkv._engine.programs.step import logits_at, step_program
@@ -137,7 +137,7 @@ class ModelRunner:
 
     def drop_parameters(self) -> None:
         """Lets go of the parameters; what programs are compiled for is remembered."""
-        self.leaves = [describe_array(x) if isinstance(x, jax.Array) else x for x in self.leaves]
+        self.leaves = [abstract_array(x) if isinstance(x, jax.Array) else x for x in self.leaves]
         self._are_dropped = True
 
     @property

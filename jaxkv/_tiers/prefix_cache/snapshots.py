@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv._core.blocks.state_slots import put_row_states, read_row_states
+from jaxkv._core.blocks.slot_allocator import put_row_states, read_row_states
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.multihost import read_own_part
