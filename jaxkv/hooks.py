@@ -42,7 +42,7 @@ def min_tokens(logits: jax.Array, rows: StepRows, count: Any, stop_tokens: Any) 
     [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, -inf]]
     """
     is_short = rows.lengths - rows.prompt_lengths < jnp.asarray(count, jnp.int32)
-    is_stop = _at(jnp.zeros(logits.shape, bool), stop_tokens, True)
+    is_stop = _add_at(jnp.zeros(logits.shape, bool), stop_tokens, True)
     return jnp.where(is_short[:, None] & is_stop, -jnp.inf, logits)
 
 
@@ -93,7 +93,7 @@ def logit_bias(logits: jax.Array, tokens: Any, biases: Any) -> jax.Array:
     >>> logit_bias(jnp.zeros((2, 4)), jnp.array([[1, -1], [0, 3]]), jnp.array([[5.0, 9.0], [1.0, -1.0]])).tolist()
     [[0.0, 5.0, 0.0, 0.0], [1.0, 0.0, 0.0, -1.0]]
     """
-    return _at(logits, tokens, _expand_rows(biases, logits.dtype))
+    return _add_at(logits, tokens, _expand_rows(biases, logits.dtype))
 
 
 def count_output(rows: StepRows, vocab_size: int) -> jax.Array:
@@ -101,10 +101,10 @@ def count_output(rows: StepRows, vocab_size: int) -> jax.Array:
     position = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
     is_output = (position >= rows.prompt_lengths[:, None]) & (position < rows.lengths[:, None])
     zeros = jnp.zeros((rows.tokens.shape[0], vocab_size), jnp.int32)
-    return _at(zeros, jnp.where(is_output, rows.tokens, -1), 1)
+    return _add_at(zeros, jnp.where(is_output, rows.tokens, -1), 1)
 
 
-def _at(x: jax.Array, tokens: Any, value: Any) -> jax.Array:
+def _add_at(x: jax.Array, tokens: Any, value: Any) -> jax.Array:
     """Adds a value to `x [S, V]` at some tokens of each row; or-s booleans."""
     tokens = _expand_rows(tokens, jnp.int32)
     tokens = jnp.broadcast_to(tokens, (x.shape[0], tokens.shape[-1]))

@@ -55,7 +55,7 @@ class SavedShards:
         divided = [i for i, p in enumerate(cache.pools) if p is not None and not p.kv.is_fully_replicated]
         self.divided = frozenset(x for i in divided for x in cache.config.stack(i))
         here = jax.process_index()
-        self.own = self._of(cache.pools[divided[0]].kv) if divided else [0] * (here == self.processes[0])  # type: ignore[union-attr]
+        self.own = self._list_shards(cache.pools[divided[0]].kv) if divided else [0] * (here == self.processes[0])  # type: ignore[union-attr]
         self.is_first = here == self.processes[0]
 
     def config(self, config: CacheConfig) -> CacheConfig:
@@ -74,7 +74,7 @@ class SavedShards:
         own = [0] if x.is_fully_replicated else self.own
         return np.concatenate([np.asarray(read(pieces[number])) for number in own], axis=2)
 
-    def _of(self, x: jax.Array) -> list[int]:
+    def _list_shards(self, x: jax.Array) -> list[int]:
         return sorted({self._number(s) for s in x.addressable_shards if s.replica_id == 0})
 
     @staticmethod
@@ -93,20 +93,22 @@ def write_parts(
     """
     token = exchange("save", secrets.token_hex(8), shards.processes)[0]
     me = jax.process_index()
-    mine = _part(path, token, me)
+    mine = _part_path(path, token, me)
     error = _catch_error(lambda: write(mine, shards.config(saved.config))) if shards.own else None
     try:
-        _together("save's writing", error, path, shards)
+        _raise_everywhere("save's writing", error, path, shards)
     except OSError:
         mine.unlink(missing_ok=True)
         raise
     told = exchange("save's parts", json.dumps(shards.own), shards.processes)
     error = None
     if shards.is_first:
-        parts = {_part(path, token, p).name: json.loads(own) for p, own in zip(shards.processes, told, strict=True)}
+        parts = {
+            _part_path(path, token, p).name: json.loads(own) for p, own in zip(shards.processes, told, strict=True)
+        }
         parts = {name: own for name, own in parts.items() if own}
         error = _catch_error(lambda: _write_manifest(path, saved, parts, shards.count))
-    _together("save's manifest", error, path, shards)
+    _raise_everywhere("save's manifest", error, path, shards)
 
 
 def open_saved(path: pathlib.Path) -> tuple[SavedCache, Mapping[str, np.ndarray]]:
@@ -138,11 +140,11 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, Mapping[str, np.ndarray]
     if not is_whole or len({(part.lengths, part.groups) for _, part, _ in found}) > 1:
         raise DamagedFile(f"{path} is damaged: its parts do not make a whole. {AGAIN}")
     _, first, shared = found[0]
-    joined = Joined(shared, config, [(numbers, part.config, own) for numbers, part, own in found], count)
+    joined = JoinedTensors(shared, config, [(numbers, part.config, own) for numbers, part, own in found], count)
     return dataclasses.replace(first, config=config), joined
 
 
-class Joined(Mapping[str, np.ndarray]):
+class JoinedTensors(Mapping[str, np.ndarray]):
     """The tensors of all processes' files, with sharded heads concatenated on access."""
 
     def __init__(self, shared: Mapping[str, np.ndarray], config: CacheConfig, parts: list[Any], count: int):
@@ -168,7 +170,7 @@ class Joined(Mapping[str, np.ndarray]):
         return len(self._shared)
 
 
-def _part(path: pathlib.Path, token: str, process: int) -> pathlib.Path:
+def _part_path(path: pathlib.Path, token: str, process: int) -> pathlib.Path:
     return path.with_name(f"{path.name}.{token}.{process}")
 
 
@@ -192,7 +194,7 @@ def _catch_error(call: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _together(what: str, error: Exception | None, path: pathlib.Path, shards: SavedShards) -> None:
+def _raise_everywhere(what: str, error: Exception | None, path: pathlib.Path, shards: SavedShards) -> None:
     """Raises in all processes if one of them failed."""
     told = exchange(what, "" if error is None else f"{type(error).__name__}: {error}", shards.processes)
     if error is not None:

@@ -18,7 +18,7 @@ from jaxkv._core.state.multihost import is_local
 from jaxkv._files.format import SNAPSHOTS, SavedCache, stored_parts, stored_states, write_saved
 from jaxkv._files.multihost_file import SavedShards, write_parts
 from jaxkv._files.paths import read_file_path
-from jaxkv._files.snapshot import Written
+from jaxkv._files.rows_to_save import RowsToSave
 
 
 def save(
@@ -61,7 +61,7 @@ def save(
     if not isinstance(cache, RowShards):
         check_cache(cache)
     config = cache.config
-    written = Written(cache, choose_rows(rows, config.max_seqs))
+    written = RowsToSave(cache, choose_rows(rows, config.max_seqs))
 
     def write(path: pathlib.Path, config: CacheConfig, here: Callable[..., Any] = _all_of) -> None:
         shapes = _find_shapes(written, config)
@@ -77,7 +77,7 @@ def save(
 
 
 def _describe_written(
-    written: Written, config: CacheConfig, model: str | None, metadata: Mapping[str, Any]
+    written: RowsToSave, config: CacheConfig, model: str | None, metadata: Mapping[str, Any]
 ) -> SavedCache:
     return SavedCache(
         config=config,
@@ -89,7 +89,7 @@ def _describe_written(
     )
 
 
-def _find_shapes(written: Written, config: CacheConfig) -> dict[str, tuple[int, ...]]:
+def _find_shapes(written: RowsToSave, config: CacheConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each tensor by name, in their order."""
     shapes = {"lengths": written.lengths.shape} | {f"tables.{g}": x.shape for g, x in enumerate(written.tables)}
     shapes |= {f"held.{g}": x.shape for g, x in written.held.items()}
@@ -107,7 +107,7 @@ def _find_shapes(written: Written, config: CacheConfig) -> dict[str, tuple[int, 
 
 def read_rows(cache: Cache, rows: np.ndarray) -> tuple[SavedCache, dict[str, np.ndarray]]:
     """Returns what `save` writes of rows `i32[n]`: their description, and the tensors by name."""
-    written = Written(cache, rows)
+    written = RowsToSave(cache, rows)
     names = _find_shapes(written, cache.config)
     return _describe_written(written, cache.config, None, {}), dict(zip(names, written.tensors(_all_of), strict=True))
 

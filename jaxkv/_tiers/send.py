@@ -76,7 +76,7 @@ def send(cache: Cache, rows: Any, *, to: Cache | str, at: Any = None) -> Cache |
             raise ValueError("at= is for a cache: the process at an address chooses its rows itself, in receive.")
         check_cache(cache)
         check_local(cache.pools, "send")
-        offer(cache, _different(cache, "rows", rows), to)
+        offer(cache, _read_distinct(cache, "rows", rows), to)
         return None
     for found in (cache, to):
         if not isinstance(found, Cache):
@@ -84,8 +84,8 @@ def send(cache: Cache, rows: Any, *, to: Cache | str, at: Any = None) -> Cache |
         check_on_host(found, "send")
         check_local(found.pools, "send")
     _check_layers(cache, to)
-    source = _different(cache, "rows", rows)
-    target = _different(to, "at", source if at is None else at)
+    source = _read_distinct(cache, "rows", rows)
+    target = _read_distinct(to, "at", source if at is None else at)
     if len(target) != len(source):
         raise ValueError(f"at must name {len(source)} rows, one for each that is sent, not {len(target)}.")
     lengths = np.asarray(cache.lengths)[source]
@@ -94,17 +94,19 @@ def send(cache: Cache, rows: Any, *, to: Cache | str, at: Any = None) -> Cache |
     plans = _fit(cache, source, held, to, target)
     if not len(source):
         return to
-    with _under(cache):
-        parts = {layer: _laid_as(to, layer, cache, _read(cache, layer, plan)) for layer, plan in plans.items()}
+    with _use_mesh(cache):
+        parts = {layer: _convert_layout(to, layer, cache, _read(cache, layer, plan)) for layer, plan in plans.items()}
         states = take_states(cache, source)
         snapshots = read_row_snapshots(cache, source)
     sent = fill_blocks(held, groups, plans, to.config)
-    with _under(to):
+    with _use_mesh(to):
         if may_share(to):
-            brought = [_brought(parts[layer], to, layer) if layer in parts else None for layer in range(to.num_layers)]
+            brought = [
+                _bring_part(parts[layer], to, layer) if layer in parts else None for layer in range(to.num_layers)
+            ]
             host = make_host(to.config, lengths, sent, brought, states)
             return _put_beside(to, target, dataclasses.replace(host, snapshots=snapshots))
-        result = put_rows(to, target, lengths, sent, lambda layer: _brought(parts[layer], to, layer), in_place=False)
+        result = put_rows(to, target, lengths, sent, lambda layer: _bring_part(parts[layer], to, layer), in_place=False)
         if snapshots is not None:
             snapshots = dataclasses.replace(snapshots, states=place_states(snapshots.states, to))
         return put_row_snapshots(put_row_states(result, target, place_states(states, to)), target, snapshots)
@@ -132,10 +134,10 @@ def lift_row(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlock
     first = [np.asarray(config.first_retained_block(g, length), np.int32) for g in groups]
     count = [np.asarray(-(-length // config.block_size) - f, np.int32) for f in first]
     sizes = tuple(pad_size(int(n[0])) for n in count)
-    with _under(cache):
+    with _use_mesh(cache):
         found = _row_blocks(cache, np.int32(row), np.concatenate(first), np.concatenate(count), sizes=sizes)
         states = take_states(cache, np.array([row], np.int32))
-    parts = tuple(None if part is None else _brought(part, to, layer) for layer, part in enumerate(found))
+    parts = tuple(None if part is None else _bring_part(part, to, layer) for layer, part in enumerate(found))
     return HostBlocks(
         lengths=length,
         first=tuple(first),
@@ -168,7 +170,7 @@ def _row_blocks(cache: Cache, row: jax.Array, first: jax.Array, count: jax.Array
     return parts
 
 
-def _different(cache: Cache, name: str, rows: Any) -> np.ndarray:
+def _read_distinct(cache: Cache, name: str, rows: Any) -> np.ndarray:
     """Returns distinct row indices."""
     if isinstance(rows := read_numbers(name, rows), jax.core.Tracer):
         raise ValueError(f"{name} must be known on the host: send cannot be part of jit. Call it between steps.")
@@ -236,7 +238,7 @@ def _read(cache: Cache, layer: int, plan: BlockPlan) -> Pool:
     return _read_tokens(pool, np.asarray(block, np.int32), np.asarray(slots % size, np.int32))
 
 
-def _laid_as(to: Cache, layer: int, cache: Cache, part: Pool) -> Pool:
+def _convert_layout(to: Cache, layer: int, cache: Cache, part: Pool) -> Pool:
     """Returns blocks of a cache's layer in the key and value layout of the other cache."""
     form, other = cache.config.form(layer), to.config.form(layer)
     if type(form) is type(other):
@@ -255,7 +257,7 @@ def _tokens(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
     return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), read_slots(pool, block, offset))
 
 
-def _brought(part: Pool, to: Cache, layer: int) -> Pool:
+def _bring_part(part: Pool, to: Cache, layer: int) -> Pool:
     """Returns blocks on the devices of their destination pool."""
     pool = pool_for(part, to, layer)
 
@@ -265,7 +267,7 @@ def _brought(part: Pool, to: Cache, layer: int) -> Pool:
     return jax.tree.map(bring, part.like(pool), pool)
 
 
-def _under(cache: Cache) -> contextlib.AbstractContextManager:
+def _use_mesh(cache: Cache) -> contextlib.AbstractContextManager:
     """Returns the context for calls on a cache: its mesh, if it has one."""
     pool = next(pool for pool in cache.pools if pool is not None)
     axis = pool.heads or pool.context

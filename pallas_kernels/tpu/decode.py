@@ -26,7 +26,7 @@ from pallas_kernels.tpu.pages import (
     await_pages,
     compiler_params,
     divide,
-    in_hbm,
+    keep_in_hbm,
     output,
     sublanes,
     vector_bytes,
@@ -153,7 +153,7 @@ def decode(
 
     pools = [kv, kv_scale] if scaled else [kv]
     pool_specs = [pl.BlockSpec(memory_space=pltpu.HBM)] * len(pools)
-    inputs = DecodeInputs(q, None, new_kv, [in_hbm(x, interpret) for x in pools])
+    inputs = DecodeInputs(q, None, new_kv, [keep_in_hbm(x, interpret) for x in pools])
     in_specs = DecodeInputs(per_block(query_rows, head_dim), None, None, pool_specs)
     outputs = DecodeOutputs(output((rows, heads, value_dim), q.dtype, q, kv), None, None)
     out_specs = DecodeOutputs(per_block(heads, value_dim), None, None)

@@ -27,7 +27,7 @@ from pallas_kernels.tpu.pages import (
     VMEM_BYTES,
     compiler_params,
     divide,
-    in_hbm,
+    keep_in_hbm,
     output,
     pad,
     page_tile,
@@ -216,7 +216,7 @@ def _run(steps, tables, queries, keys, *, columns: int, kept: int, window_mask: 
 
     @jax.custom_batching.sequential_vmap
     def run(steps, tables, queries, keys):
-        (best,) = kernel(steps, tables, queries, in_hbm(keys, interpret))
+        (best,) = kernel(steps, tables, queries, keep_in_hbm(keys, interpret))
         return best
 
     return run(steps, tables, queries, keys)

@@ -76,18 +76,18 @@ def await_pages(buffers, slot, count) -> None:
         pl.when(count > 0)(pltpu.make_async_copy(these, these, arrived.at[slot]).wait)
 
 
-def in_hbm(x: jax.Array, interpret) -> jax.Array:
+def keep_in_hbm(x: jax.Array, interpret) -> jax.Array:
     """An argument of a kernel that stays where it is, and what is made of it in its place. XLA would bring into vector
     memory all of what is small enough, the scales of a large pool too, and back: once a layer."""
-    return x if interpret else _in_hbm(x)
+    return x if interpret else _keep_in_hbm(x)
 
 
 @jax.custom_batching.custom_vmap
-def _in_hbm(x: jax.Array) -> jax.Array:
+def _keep_in_hbm(x: jax.Array) -> jax.Array:
     return pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
-@_in_hbm.def_vmap
+@_keep_in_hbm.def_vmap
 def _anywhere(_, in_batched, x):
     return x, in_batched[0]  # what takes the arrays of a batch apart knows no memories
 

@@ -27,7 +27,7 @@ from pallas_kernels.tpu.pages import (
     Pages,
     await_pages,
     compiler_params,
-    in_hbm,
+    keep_in_hbm,
     output,
     sublanes,
     vector_bytes,
@@ -185,7 +185,7 @@ def prefill(
     scalars = PrefillScalars(*tiles[1:], tables.reshape(-1), knobs, bounds)
 
     # From vector memory a copy would be a loop, a register a turn.
-    q, kv, kv_scale = (x if x is None else in_hbm(x, interpret) for x in (q, kv, kv_scale))
+    q, kv, kv_scale = (x if x is None else keep_in_hbm(x, interpret) for x in (q, kv, kv_scale))
     hbm, pools = pl.BlockSpec(memory_space=pltpu.HBM), [x for x in (kv, kv_scale) if x is not None]
     inputs, in_specs = PrefillInputs(q, pools, None, None), PrefillInputs(hbm, [hbm] * len(pools), None, None)
     outputs, out_specs = PrefillOutputs(output(q.shape, q.dtype, q, kv), None), PrefillOutputs(hbm, None)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.state_batch import StateBatch
-from pallas_kernels.tpu.pages import LANES, SPILL_BYTES, compiler_params, in_hbm, output, vector_bytes
+from pallas_kernels.tpu.pages import LANES, SPILL_BYTES, compiler_params, keep_in_hbm, output, vector_bytes
 
 ITEM_BYTES = 2 * 2**20  # of states, at most
 DEPTH = 4  # items whose states have room before they are computed, and as many after; a power of two
@@ -162,7 +162,7 @@ def decode_states(
 
     @jax.custom_batching.sequential_vmap  # a kernel that copies by itself has no pool of a batch's pools
     def run(items: StateItems, inputs: StateInputs) -> StateOutputs:
-        (outputs,) = kernel(items, inputs._replace(pool=in_hbm(inputs.pool, interpret)))
+        (outputs,) = kernel(items, inputs._replace(pool=keep_in_hbm(inputs.pool, interpret)))
         return outputs
 
     return run(items, inputs)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.state_batch import StateBatch
-from pallas_kernels.tpu.pages import LANES, SPILL_BYTES, in_hbm, output, vector_bytes
+from pallas_kernels.tpu.pages import LANES, SPILL_BYTES, keep_in_hbm, output, vector_bytes
 from pallas_kernels.tpu.state_decode import split
 
 CHUNK = 64  # tokens, a power of two
@@ -212,7 +212,7 @@ def prefill_states(
 
     @jax.custom_batching.sequential_vmap
     def run(scalars: ChunkScalars, inputs: ChunkInputs) -> ChunkOutputs:
-        (outputs,) = kernel(scalars, inputs._replace(pool=in_hbm(inputs.pool, interpret)))
+        (outputs,) = kernel(scalars, inputs._replace(pool=keep_in_hbm(inputs.pool, interpret)))
         return outputs
 
     return run(scalars, inputs)

@@ -84,7 +84,7 @@ def attend(
     )
     if not decodes:
         out = out[..., :width].reshape(*q.shape[:-1], width)
-        return (out, by_token(lse, tiles, places).reshape(q.shape[:-1])) if options.return_lse else out
+        return (out, gather_lse(lse, tiles, places).reshape(q.shape[:-1])) if options.return_lse else out
     at = jnp.clip(begin, 0, places - 1)
     alone = flat[at]
     if nibbles.has_groups(stored):
@@ -96,7 +96,7 @@ def attend(
     out = out[..., :width].at[at].set(alone[..., :width], mode="drop").reshape(*q.shape[:-1], width)
     if not options.return_lse:
         return out
-    lse = by_token(lse, tiles, places).at[at].set(alone_lse, mode="drop")
+    lse = gather_lse(lse, tiles, places).at[at].set(alone_lse, mode="drop")
     return out, lse.reshape(q.shape[:-1])
 
 
@@ -109,7 +109,7 @@ def _tile_masks(tiles, size: int, token_mask: TokenMask | None, lengths) -> Mask
     return tile_masks(token_mask, tiles.token[:, None] + lane, there)
 
 
-def by_token(lse, tiles, places: int):
+def gather_lse(lse, tiles, places: int):
     """From `[tiles, H, tile_tokens]` to `[places, H]`; each token is in one tile, or in none."""
     count, num_heads, size = lse.shape
     # Each token looks for its tile by comparing: to scatter whole tiles costs a TPU more.

@@ -22,7 +22,7 @@ from pallas_kernels.tpu.pages import (
     SMEM_ENTRIES,
     SPILL_BYTES,
     compiler_params,
-    in_hbm,
+    keep_in_hbm,
     output,
     pad,
     page_tile,
@@ -169,7 +169,7 @@ def write(stored: StoredKV, new, runs: Runs, *, page_size: int, interpret=False)
         pools.append(scales_along_lanes(stored))
         buffers += [pltpu.VMEM((depth, *pools[1].shape[1:3], page_size), pools[1].dtype)] * 2
     # From vector memory a copy would be a loop, a register a turn.
-    new, pools = ([in_hbm(x, interpret) for x in some] for some in (new, pools))
+    new, pools = ([keep_in_hbm(x, interpret) for x in some] for some in (new, pools))
     written = pl.pallas_call(
         functools.partial(_kernel, page_size=page_size, block_size=kv.shape[3], stored=stored.replace(None)),
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -69,7 +69,7 @@ def finish_and_check(engine, requests):
     else:
         assert cache.blocks_in_use == 0
     residents = engine._residents
-    assert sorted(residents._free_rows) == list(range(ROOM["max_seqs"])) and not residents.to_free
+    assert sorted(residents._free_rows) == list(range(ROOM["max_seqs"])) and not residents.has_rows_to_free
     assert not engine._loop.open and not engine._loop.submitted
 
 

@@ -38,7 +38,7 @@ def some_prompt(draw):
 
 def assert_empty(engine):
     jaxkv.check_invariants(engine.cache)
-    assert engine.cache.is_empty and not engine._residents.to_free
+    assert engine.cache.is_empty and not engine._residents.has_rows_to_free
     assert engine.prefix or engine.cache.blocks_in_use == 0
 
 

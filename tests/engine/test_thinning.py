@@ -94,7 +94,7 @@ def test_an_exception_anywhere_loses_nothing(name, event):
         jaxkv.check_invariants(engine.cache)
         assert engine.cache.is_empty and engine.cache.blocks_in_use == 0
         residents = engine._residents
-        assert sorted(residents._free_rows) == list(range(TIGHT["max_seqs"])) and not residents.to_free
+        assert sorted(residents._free_rows) == list(range(TIGHT["max_seqs"])) and not residents.has_rows_to_free
 
     cut_anywhere(work, check, event, 400)
     assert engine.stats()["set_back"] > 0
@@ -107,7 +107,7 @@ def test_what_is_counted_is_what_is_held():
         holdings, rows = engine._residents.holdings, range(TIGHT["max_seqs"])
 
         def call(*step, engine=engine, call=engine._loop.pipeline._call):
-            assert not engine._residents.to_free
+            assert not engine._residents.has_rows_to_free
             return call(*step)
 
         engine._loop.pipeline._call = call
@@ -122,7 +122,7 @@ def test_what_is_counted_is_what_is_held():
                 for row in rows:
                     sequence = running.get(row, Sequence([], 0))
                     counted = np.add(counted, holdings.held(sequence.prompt, sequence.cached))
-                if engine._residents.to_free:
+                if engine._residents.has_rows_to_free:
                     continue
                 used = [t.num_blocks - int(t.num_free) for t in engine.cache.tables]
                 used = np.array([used[g] for g in holdings.groups])

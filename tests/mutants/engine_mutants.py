@@ -164,7 +164,7 @@ MUTANTS = {
     ),
     "heads of parts are put together in another order": (
         "test_one_cache_over_two_processes",
-        Plant("Joined.__getitem__", "range(self._count)", "reversed(range(self._count))"),
+        Plant("JoinedTensors.__getitem__", "range(self._count)", "reversed(range(self._count))"),
     ),
     # Trees of guesses.
     "the accepted path is not moved": (

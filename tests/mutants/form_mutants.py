@@ -57,6 +57,6 @@ MUTANTS = {
     ),
     "pairs sent as a head's keys and values": (
         "test_the_next_token_sees_the_same",
-        Plant("_laid_as", "type(form) is type(other)", "form.joins == other.joins"),
+        Plant("_convert_layout", "type(form) is type(other)", "form.joins == other.joins"),
     ),
 }

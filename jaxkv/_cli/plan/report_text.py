@@ -160,13 +160,13 @@ def _tail(report: Report) -> str:
         * (found.full_rows == 0),
         "waste: places that stay empty in the last blocks of rows, on the average.",
         f"blocks: in layers that keep {groups}. tokens: in those that keep most." * several,
-        _over(report) if report.devices.count > 1 else "",
+        _describe_devices(report) if report.devices.count > 1 else "",
         f"\nFor the cache with blocks of {found.config.block_size}:\n  jaxkv.CacheConfig.from_model(model, {call})",
     ]
     return "\n".join(note for note in notes if note)
 
 
-def _over(report: Report) -> str:
+def _describe_devices(report: Report) -> str:
     devices, sums, gathers = report.devices, "", ""
     kept = sorted({layer.num_kv_heads for layer in report.best.config.layers})
     holds = f"{' or '.join(map(str, kept))} KV head{'s' * (kept != [1])} of a layer"

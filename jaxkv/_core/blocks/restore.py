@@ -44,7 +44,7 @@ def put_rows(
         changed, blocks = _adopt(tables, own, lines, seen, cache.config, group)
         groups.append(changed)
         if len(blocks):
-            found = functools.partial(_found, read, own, cache.config)
+            found = functools.partial(_read_with_bounds, read, own, cache.config)
             result = put_group(result, group, found, blocks, put_in_place if in_place else put_blocks)
     return result.replace(tables=tuple(groups))
 
@@ -90,15 +90,15 @@ def _adopt(
         evicted, thinned = np.array(tables.evicted), np.array(tables.thinned)
         evicted[rows], thinned[rows] = seen - held.lengths, 0 if held.thinned is None else held.thinned
         changes |= {"evicted": evicted, "thinned": thinned}
-    like = {name: _like(getattr(tables, name), value) for name, value in changes.items()}
+    like = {name: _place_like(getattr(tables, name), value) for name, value in changes.items()}
     return dataclasses.replace(tables, **like), blocks[1:]
 
 
-def _found(read: Callable[[int], Any], held: HeldBlocks, config: CacheConfig, layer: int) -> Pool:
+def _read_with_bounds(read: Callable[[int], Any], held: HeldBlocks, config: CacheConfig, layer: int) -> Pool:
     return add_bounds(read(layer), held.tables, held.lengths, config, layer)
 
 
-def _like(old: jax.Array, new: np.ndarray) -> jax.Array:
+def _place_like(old: jax.Array, new: np.ndarray) -> jax.Array:
     """Puts `new` on the devices of `old`, so that a compiled step takes either."""
     new = np.asarray(new, old.dtype)
     return put_replicated(new, old.sharding) if getattr(old, "committed", False) else jnp.asarray(new)

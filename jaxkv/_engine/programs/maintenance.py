@@ -24,7 +24,7 @@ def measure_room(cache: Cache) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=16)
-def between_steps(structure: Any, place: NamedSharding | None = None) -> tuple[Any, Any, Any, Any, Any]:
+def compile_maintenance(structure: Any, place: NamedSharding | None = None) -> tuple[Any, Any, Any, Any, Any]:
     """Compiles the programs between steps: free rows and blocks that left windows, restore a row, `fork`, begin a row
     with another's first blocks, and give a row its states.
 

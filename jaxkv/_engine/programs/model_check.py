@@ -50,12 +50,12 @@ def check_model(model: Model, *, length: int = 37, seed: int = 0) -> None:
     run = _Run(model, config, length)
     rng = np.random.default_rng(seed)
     rows = [rng.integers(0, run.vocab_size, size) for size in (BESIDE[0], length, BESIDE[1])]
-    wanted = run.alone(rows[OWN])
+    wanted = run.run_alone(rows[OWN])
     for name, ways in (
         ("in chunks", run.run_in_chunks),
-        ("one by one", run.one_by_one),
-        ("packed beside other rows", run.beside_others),
-        ("padded", run.padded),
+        ("one by one", run.run_one_by_one),
+        ("packed beside other rows", run.run_packed),
+        ("padded", run.run_padded),
     ):
         for position, is_first, logits in ways(rows):
             _compare(logits, wanted[position], position, name, APART if is_first else f"{POSITIONS}, and {HANDED_ON}")
@@ -72,7 +72,7 @@ class _Run:
         cache = jax.eval_shape(lambda: init(config))
         self.vocab_size = jax.eval_shape(self._packed_step, model, *shapes, cache)[0].shape[-1]
 
-    def alone(self, tokens: np.ndarray) -> np.ndarray:
+    def run_alone(self, tokens: np.ndarray) -> np.ndarray:
         """Returns `[length, V]`: the logits of one long row in one step."""
         counts = np.array([0, len(tokens), 0], np.int32)
         logits, cache = self._pack(tokens, counts, init(self.config))
@@ -96,7 +96,7 @@ class _Run:
             yield from ((done + i, done == 0, logits[i]) for i in range(len(part)))
             done += len(part)
 
-    def one_by_one(self, rows: list[np.ndarray]) -> Iterator[tuple[int, bool, np.ndarray]]:
+    def run_one_by_one(self, rows: list[np.ndarray]) -> Iterator[tuple[int, bool, np.ndarray]]:
         """Decodes beside a shorter row, after a first chunk."""
         counts = np.array([0, CHUNK, 0], np.int32)
         _, cache = self._pack(rows[OWN][:CHUNK], counts, init(self.config))
@@ -106,12 +106,12 @@ class _Run:
             logits, cache = self._step(self._padded, tokens, np.array([0, 1, 1], np.int32), cache)
             yield position, False, logits[OWN]
 
-    def beside_others(self, rows: list[np.ndarray]) -> Iterator[tuple[int, bool, np.ndarray]]:
+    def run_packed(self, rows: list[np.ndarray]) -> Iterator[tuple[int, bool, np.ndarray]]:
         counts = np.array([len(row) for row in rows], np.int32)
         logits, _ = self._pack(np.concatenate(rows), counts, init(self.config))
         yield from ((i, True, logits[counts[0] + i]) for i in range(counts[OWN]))
 
-    def padded(self, rows: list[np.ndarray]) -> Iterator[tuple[int, bool, np.ndarray]]:
+    def run_padded(self, rows: list[np.ndarray]) -> Iterator[tuple[int, bool, np.ndarray]]:
         """Takes the last token of each padded chunk of a row beside others."""
         cache, done = init(self.config), 0
         while done < len(rows[OWN]):

@@ -10,7 +10,7 @@ import numpy as np
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.errors import CacheError
-from jaxkv._engine.programs.maintenance import between_steps
+from jaxkv._engine.programs.maintenance import compile_maintenance
 from jaxkv._engine.requests.block_accounting import Holdings, ThinnedHoldings
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv._engine.requests.scheduler import Sequence
@@ -49,7 +49,7 @@ class CacheManager:
         parts = (tables.parts for tables in self.cache.tables)
         self.holdings = Holdings(config) if eviction is None else ThinnedHoldings(config, eviction, parts)
         self.swapping = SwapPolicy(swap, host_bandwidth, config, self.holdings, eviction, has_prefix=prefix is not None)
-        programs = between_steps(self.device.structure, self.device.shared)
+        programs = compile_maintenance(self.device.structure, self.device.shared)
         self._settle, self._swap_in, self._fork, self._begin, self._put_states = programs
         self.counts: collections.Counter[str] = collections.Counter()
         self._begin_empty()
@@ -364,6 +364,6 @@ class CacheManager:
         sequence.row, sequence.cached, sequence.states = None, 0, {}
 
     @property
-    def to_free(self) -> bool:
+    def has_rows_to_free(self) -> bool:
         """Tells whether there are rows that the device still has to free."""
         return bool(self._to_free)

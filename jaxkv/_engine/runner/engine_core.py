@@ -62,7 +62,7 @@ class EngineCore:
     @property
     def cache(self) -> Cache:
         """The cache. If no step is in flight, retired rows are freed first."""
-        if self.residents.to_free and not self.is_busy:
+        if self.residents.has_rows_to_free and not self.is_busy:
             self.residents.flush()
         return self.residents.cache
 

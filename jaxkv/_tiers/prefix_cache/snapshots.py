@@ -174,7 +174,7 @@ class Snapshots:
         if len(tier) > most:
             stay = stay.union(heapq.nlargest(recent, tier, key=lambda digest: tier[digest].used))
         while len(tier) > most:
-            passed = {self._before(tier, digest) for digest in tier}
+            passed = {self._find_before(tier, digest) for digest in tier}
 
             def rank(digest: bytes, passed: set[bytes | None] = passed) -> tuple[bool, bool, bool, float]:
                 node = tier[digest].node
@@ -187,12 +187,12 @@ class Snapshots:
             victims[least] = tier.pop(least)
         return floor, victims
 
-    def _before(self, tier: Tier, digest: bytes) -> bytes | None:
+    def _find_before(self, tier: Tier, digest: bytes) -> bytes | None:
         """Returns the nearest earlier snapshot of a chain, if there is one."""
         return next((before for before in tier[digest].before if before in tier), None)
 
     def _worth(self, tier: Tier, digest: bytes) -> float:
-        before = self._before(tier, digest)
+        before = self._find_before(tier, digest)
         depth = -1 if before is None else tier[before].node.depth
         return tier[digest].floor + (tier[digest].node.depth - depth) * self.block_size
 

@@ -77,7 +77,7 @@ class StreamsBlock(Block):
             return x
         with jax.named_scope("per_layer"):
             active = x[self.streams.active]
-            scaled = active if self.active_scale is None else active * _like(self.active_scale, active)
+            scaled = active if self.active_scale is None else active * _expand_scale(self.active_scale, active)
             return jnp.concatenate([x[:1], x[1:] + self.per_layer(scaled, own)[None]])
 
     def _route(self, x: jax.Array) -> jax.Array:
@@ -100,5 +100,5 @@ def _match(x: jax.Array, wanted: jax.Array) -> jax.Array:
     return x * jnp.sqrt(goal) / jnp.sqrt(jnp.maximum(size, jnp.asarray(1e-5, size.dtype)))
 
 
-def _like(scale: nnx.Param, x: jax.Array) -> jax.Array:
+def _expand_scale(scale: nnx.Param, x: jax.Array) -> jax.Array:
     return jnp.expand_dims(scale[...].astype(x.dtype), tuple(range(x.ndim - 1)))

@@ -22,7 +22,7 @@ from jaxkv._files.format import stored_parts, stored_states
 CONTIGUOUS_BLOCK = 16  # tokens per block of a file from a contiguous cache, whose own blocks are mostly empty
 
 
-class Written:
+class RowsToSave:
     """Snapshot of rows `i32[n]` of a cache, to be written into a file."""
 
     def __init__(self, cache: Cache | RowShards, rows: np.ndarray):
