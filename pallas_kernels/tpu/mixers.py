@@ -114,7 +114,9 @@ def gated_delta_rule(
     """Computes [`pallas_kernels.gated_delta_rule`][]."""
     if v.ndim == 3 or v.shape[1] > 1:
         g = jnp.maximum(g.astype(jnp.float32), LEAST_GATE)
-        return _prefill((q.astype(jnp.float32) * scale, k), v, [g, beta], states, batch, v.dtype, interpret)
+        return _prefill(
+            (q.astype(jnp.float32) * scale, k), v, [g, beta], states, batch, v.dtype, _is_wide(v), interpret
+        )
     groups = states.shape[1] // heads_of_item(states)
     q = q.astype(jnp.float32) * scale
     g = jnp.maximum(g.astype(jnp.float32), LEAST_GATE)
@@ -144,7 +146,7 @@ def state_space(
     gates = jnp.maximum(dt * jnp.expand_dims(A.astype(jnp.float32), tuple(range(dt.ndim - 1))), LEAST_GATE)
     if x.ndim == 3 or x.shape[1] > 1:
         values = x.astype(jnp.float32) * dt[..., None]
-        y, states = _prefill((C, B), values, [gates], states, batch, jnp.float32, interpret)
+        y, states = _prefill((C, B), values, [gates], states, batch, jnp.float32, _is_wide(x), interpret)
         return hide_padding(_skip(y, x, D), x, batch), states
     groups = states.shape[1] // heads_of_item(states)
     numbers = _stack([gates, dt], groups)
@@ -163,6 +165,11 @@ def _skip(y: jax.Array, x: jax.Array, D: jax.Array | None) -> jax.Array:
     return y + x.astype(jnp.float32) * jnp.expand_dims(D[:, None] if D.ndim == 1 else D, tuple(range(x.ndim - 2)))
 
 
+def _is_wide(values: jax.Array) -> bool:
+    """Returns whether values have more digits than a product of 16 bits keeps."""
+    return values.dtype == jnp.float32
+
+
 def _prefill(
     keys: tuple[jax.Array, jax.Array],
     values: jax.Array,
@@ -170,9 +177,10 @@ def _prefill(
     states: jax.Array,
     batch: StateBatch,
     dtype: Any,
+    exact: bool,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns outputs like `values`, 0 for padding, and the pool, of a step of any tokens."""
+    """Returns outputs like `values`, 0 for padding, and the pool, of a step of any tokens; see `prefill_states`."""
     axes = values.shape[:-2]
     flat, token = batch.flatten(axes), locate(axes, batch.kv_lens, batch.query_lens, batch.query_starts)
     row, position, valid = (x.reshape(-1) for x in (token.row, token.position, token.valid))
@@ -181,7 +189,9 @@ def _prefill(
         gather_tokens(x.reshape(valid.size, *x.shape[len(axes) :]), chunks) for x in (*keys, values, *numbers)
     )
     stacked = jnp.stack([x.astype(jnp.float32) for x in rates], axis=1)
-    y, states = prefill_states(len(numbers) > 1, (q, k), v, stacked, states, chunks, dtype, interpret=interpret)
+    y, states = prefill_states(
+        len(numbers) > 1, (q, k), v, stacked, states, chunks, dtype, exact=exact, interpret=interpret
+    )
     y = scatter_tokens(y, flat, row, position)
     return jnp.where(valid[:, None, None], y, jnp.zeros((), dtype)).reshape(values.shape), states
 

@@ -19,7 +19,8 @@ from pallas_kernels.tpu.pages import LANES, SPILL_BYTES, keep_in_hbm, output, ve
 from pallas_kernels.tpu.state_decode import split
 
 CHUNK = 64  # tokens, a power of two
-HEADS = 4  # of a grid step, at most
+BLOCK = 16  # of a triangle's rows, which are substituted one after another; larger blocks are joined by products
+HEADS = 8  # of a grid step, at most
 _MINOR, _INNER, _OUTER = ((1,), (1,)), ((1,), (0,)), ((0,), (0,))
 
 
@@ -138,6 +139,7 @@ def prefill_states(
     chunks: Chunks,
     dtype: Any,
     *,
+    exact: bool = True,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs `[n, H, CHUNK, V]`, undefined where there is no token, and the pool, in its own memory.
@@ -148,6 +150,7 @@ def prefill_states(
       values: `[n, H, CHUNK, V]`.
       numbers: f32 `[n, m, H, CHUNK]`: logarithms of gates, and with delta beta.
       dtype: of the outputs.
+      exact: whether products have all digits of float32; else 16 of its 24 bits, for values that came with 8.
     """
     count, heads, _, width = values.shape
     share, size = heads // keys[0].shape[1], heads_of_step(heads, heads // keys[0].shape[1])
@@ -185,7 +188,7 @@ def prefill_states(
         )
     )
     kernel = pl.pallas_call(
-        functools.partial(_kernel, has_delta=has_delta),
+        functools.partial(_kernel, has_delta=has_delta, exact=exact),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(groups, count),
@@ -219,7 +222,13 @@ def prefill_states(
 
 
 def _kernel(
-    scalars: ChunkScalars, inputs: ChunkInputs, outputs: ChunkOutputs, scratch: ChunkScratch, *, has_delta: bool
+    scalars: ChunkScalars,
+    inputs: ChunkInputs,
+    outputs: ChunkOutputs,
+    scratch: ChunkScratch,
+    *,
+    has_delta: bool,
+    exact: bool,
 ):
     sources, targets, snapshots, total = scalars
     states, moved = scratch
@@ -241,12 +250,12 @@ def _kernel(
         def _():
             states[...] = jnp.zeros_like(states)
 
-        _run_chunk(inputs, outputs.y, states, has_delta)
+        _run_chunk(inputs, outputs.y, states, has_delta, functools.partial(multiply, exact=exact))
         pl.when(target >= 0)(lambda: move(target, False))
         pl.when(snapshot >= 0)(lambda: move(snapshot, False))
 
 
-def _run_chunk(inputs: ChunkInputs, y_ref, states, has_delta):
+def _run_chunk(inputs: ChunkInputs, y_ref, states, has_delta, matmul):
     """Computes a few heads' outputs and states; the sums are those of `xla.recurrence.run_chunk`. All heads take each
     step together, for each waits long for the one before."""
     q_ref, k_ref, v_ref, numbers_ref, _ = inputs
@@ -282,7 +291,7 @@ def _run_chunk(inputs: ChunkInputs, y_ref, states, has_delta):
             jnp.where(column < row, products[i][:CHUNK] * between[i] * beta[i][:, :CHUNK], 0.0) for i in heads
         ]  # fmt: skip
         wanted = [_widen(beta[i], u[i].shape[1]) * (u[i] - found[i][:CHUNK]) for i in heads]
-        u = [matmul(*x, _INNER) for x in zip(_invert(lower, row, column), wanted, strict=True)]
+        u = [matmul(*x, _INNER) for x in zip(_invert(lower, row, column, matmul), wanted, strict=True)]
     inner = [matmul(products[i][-CHUNK:] * between[i], u[i], _INNER) for i in heads]
     gone = [keys[i] * _widen(till_end[i], keys[i].shape[1]) for i in heads]
     added = [matmul(gone[i], u[i], _OUTER) if has_delta else matmul(u[i], gone[i], _OUTER) for i in heads]
@@ -296,11 +305,15 @@ def _widen(x, width):
     return x[:, :width] if width <= LANES else jnp.concatenate([x] * (width // LANES), axis=1)
 
 
-def matmul(a, b, contract):
-    """Returns a product in float32."""
-    return lax.dot_general(
-        a, b, (contract, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
+def multiply(a, b, contract, exact):
+    """Returns a product in float32: of all its digits, which takes six products of bfloat16; else of the three that
+    have its first 16 bits."""
+    dimensions = contract, ((), ())
+    if exact:
+        return lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    (a, a_rest), (b, b_rest) = ([part.astype(jnp.bfloat16) for part in split(x)[:2]] for x in (a, b))
+    pairs = ((a, b), (a, b_rest), (a_rest, b))
+    return sum(lax.dot_general(*pair, dimensions, preferred_element_type=jnp.float32) for pair in pairs)
 
 
 def sum_exactly(ones, x):
@@ -310,12 +323,33 @@ def sum_exactly(ones, x):
     return sum(lax.dot_general(ones, part, (_INNER, ((), ())), preferred_element_type=jnp.float32) for part in parts)
 
 
-def _invert(lower, row, column):
+def _invert(lower, row, column, matmul):
     """Returns the inverses of `I + lower`, strictly lower triangles: of blocks of the diagonal, then of pairs of them.
     Powers of `lower`, which are as fast, overflow where keys repeat."""
-    inverse = [jnp.where(row == column, 1.0, 0.0) - jnp.where((row ^ column) == 1, x, 0.0) for x in lower]
-    for bit in range(1, CHUNK.bit_length() - 1):
+    inverse = _invert_blocks(lower, row, column)
+    for bit in range(BLOCK.bit_length() - 1, CHUNK.bit_length() - 1):
         between = [jnp.where(((row ^ column) >> bit) == 1, x, 0.0) for x in lower]
         joined = [matmul(*x, _INNER) for x in zip(between, inverse, strict=True)]
         inverse = [x - matmul(x, y, _INNER) for x, y in zip(inverse, joined, strict=True)]
     return inverse
+
+
+def _invert_blocks(lower, row, column):
+    """Returns the inverses of the blocks on the diagonals of `I + lower`, 0 beside them, a row at a time.
+
+    All blocks of a head lie side by side, a block's columns in lanes of their own, and two heads fill a register's.
+    """
+    place, lane = (lax.broadcasted_iota(jnp.int32, (BLOCK, 2 * CHUNK), i) for i in range(2))
+    own = lane[:, :CHUNK] // BLOCK
+    heads = [
+        sum(jnp.where(own == i, x[i * BLOCK : (i + 1) * BLOCK], 0.0) for i in range(CHUNK // BLOCK)) for x in lower
+    ]
+    heads += heads[-1:] * (len(heads) % 2)
+    pairs = [jnp.concatenate(x, axis=1) for x in zip(heads[::2], heads[1::2], strict=True)]
+    inverse = [jnp.where(place == lane % BLOCK, 1.0, 0.0) for _ in pairs]
+    for i in range(BLOCK - 1):
+        factors = [jnp.take_along_axis(x, lane - lane % BLOCK + i, axis=1, mode="promise_in_bounds") for x in pairs]
+        inverse = [x - factor * x[i : i + 1] for x, factor in zip(inverse, factors, strict=True)]
+    halves = [x[:, half * CHUNK : (half + 1) * CHUNK] for x in inverse for half in range(2)]
+    is_block = row // BLOCK == column // BLOCK
+    return [jnp.where(is_block, jnp.concatenate([x] * (CHUNK // BLOCK), axis=0), 0.0) for x in halves[: len(lower)]]

@@ -27,7 +27,7 @@ class Mixing(NamedTuple):
     packed: bool = False
     every: int = 4
     heads: int = HEADS
-    dtypes: tuple[str, str] = ("float32", "float32")  # of a convolution's tokens, and of its states
+    dtypes: tuple[str, str] = ("float32", "float32")  # of values, or of a convolution's tokens and of its states
 
     @property
     def options(self) -> dict[str, Any]:
@@ -88,6 +88,7 @@ def make_arrays(case: Mixing, seed: int = 0) -> dict[str, Any]:
         gates = -3 * jax.nn.softplus(tokens(heads, 16) if case.by_channel else tokens(heads))
         arrays = {"q": tokens(few, 16), "k": tokens(few, 16) / 4, "v": tokens(heads, 128), "g": gates,
                   "beta": 2 * jax.nn.sigmoid(tokens(heads)), "scale": jnp.float32(0.3)}  # fmt: skip
+        arrays["v"] = arrays["v"].astype(case.dtypes[0])
     return arrays | {"states": jnp.asarray(states)}
 
 
