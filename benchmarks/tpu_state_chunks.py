@@ -1,0 +1,129 @@
+"""What the TPU compiler's cycle model says of chunks of layers with states. No TPU needed; see `tpu_cycles.py`.
+
+    JAXKV_COMPILE_SITE=.venv/compile python benchmarks/tpu_state_chunks.py [chip ...] [--peer FOLDER]
+
+One row of 128 and of 256 tokens with Qwen3-Next's heads: what a further chunk of 64 costs is half of the difference.
+With the folder of the tpu-inference repository its kernel runs in the same model, see `tpu_states_peer.py`: over two
+and four rows of one chunk each, and in decode over 32 rows.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tpu_peer
+import tpu_states_peer
+from jax.experimental import pallas as pl, topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tpu_works import CHIPS, Scalars
+
+from pallas_kernels.common.state_batch import StateBatch
+from pallas_kernels.tpu import mixers
+from pallas_kernels.tpu.state_prefill import CHUNK, ChunkScalars
+
+HEADS = 16, 32, 128, 128  # of keys, of values, and their widths: Qwen3-Next's
+DTYPES = ("bfloat16", "float32")  # of values
+ROWS = 32  # of decode
+PEER = "fused_conv1d_gdn"
+
+
+def replace_scalars(chunks: int) -> None:
+    """From here on a step has so many chunks, all of one row, which has a state."""
+    pallas_call, last = pl.pallas_call, chunks - 1
+    scalars = ChunkScalars(
+        Scalars(lambda i: jnp.where(i == 0, 1, -2)), Scalars(lambda i: jnp.where(i == last, 1, -1)),
+        Scalars(lambda i: jnp.where(i == 9999, 1, -1)), Scalars(lambda _: chunks),
+    )  # fmt: skip
+
+    def tell(spec: pl.BlockSpec) -> pl.BlockSpec:
+        place = spec.index_map
+        return spec if place is None else pl.BlockSpec(spec.block_shape, lambda *at: place(*at[:-1], scalars))
+
+    def call(body, *arguments, grid_spec, **options):
+        for side in ("in_specs", "out_specs"):
+            specs = getattr(grid_spec, side)
+            setattr(grid_spec, side, jax.tree.map(tell, specs, is_leaf=lambda x: isinstance(x, pl.BlockSpec)))
+        return pallas_call(lambda _, *refs: body(scalars, *refs), *arguments, grid_spec=grid_spec, **options)
+
+    pl.pallas_call = call
+
+
+def compile_chunks(array: Callable[..., Any], tokens: int, dtype: str) -> None:
+    """Compiles a step of one layer and one row."""
+    replace_scalars(tokens // CHUNK)
+    few, heads, width, value_width = HEADS
+    keys, gates = array(tokens, few, width), array(tokens, heads)
+    arrays = dict(q=keys, k=keys, v=array(tokens, heads, value_width, dtype=dtype), g=gates, beta=gates, scale=array())
+    states, row = array(4 * ROWS + 1, heads, width, value_width), array(1, dtype="int32")
+
+    def program(states, arrays, row):
+        return mixers.gated_delta_rule(**arrays, states=states, batch=StateBatch(row, row, row, row, row))
+
+    jax.jit(program, donate_argnums=0).lower(states, arrays, row).compile()
+
+
+def compile_step(chip: str, tokens: int, dtype: str, folder: str = "", rows: int = 1) -> None:
+    """Compiles ours, or with a folder tpu-inference's, for a chip that is not there."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
+    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def array(*axes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(axes, dtype, sharding=whole)
+
+    with jax.set_mesh(mesh):
+        if folder:
+            tpu_states_peer.compile_peer(folder, chip, array, rows, tokens, HEADS)
+        else:
+            compile_chunks(array, tokens, dtype)
+
+
+def measure(chip: str, kernel: str, *arguments: Any) -> tuple[int, int]:
+    """Returns the cycles of the kernel, and of all operations."""
+    from tpu_cycles import profile
+
+    made = profile(chip, kernel, *arguments, script=pathlib.Path(__file__))
+    if len(made.kernels) != 1:
+        raise RuntimeError(f"The compiler made no profile: {made.error}")
+    ((cycles, _, _),) = made.kernels.values()
+    return cycles, sum(made.cycles.values())
+
+
+def main() -> None:
+    """Measures, prints and saves."""
+    from _harness import save, table
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("chips", nargs="*", default=["v6e", "tpu7x"], metavar="chip")
+    parser.add_argument("--peer", metavar="FOLDER", help="of tpu-inference: its kernel beside ours")
+    given, rows = parser.parse_args(), []
+    for chip in given.chips:
+        works = [(f"ours, values in {dtype}", [("state_prefill", n, dtype) for n in (128, 256)]) for dtype in DTYPES]
+        if given.peer:
+            works.append(("tpu-inference", [(PEER, CHUNK, "", given.peer, n) for n in (2, 4)]))
+        for name, (two, four) in works:
+            (cycles, layer), (more, _) = measure(chip, *two), measure(chip, *four)
+            rows.append({"chip": chip, "kernel": name, "two chunks": cycles, "layer": layer})
+            rows[-1]["a further chunk"] = (more - cycles) // 2
+            print(json.dumps(rows[-1]), flush=True)
+        if given.peer:
+            decode = measure(chip, PEER, 1, "", given.peer, ROWS)[0]
+            rows.append({"chip": chip, "kernel": f"tpu-inference, decode of {ROWS} rows", "cycles": decode})
+            print(json.dumps(rows[-1]), flush=True)
+    table(rows)
+    facts = {"tpu-inference": tpu_peer.commit_of(given.peer)} if given.peer else {}
+    save("tpu_state_chunks", rows, jax=jax.__version__, simulated="by the compiler, without a TPU", **facts)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3 and sys.argv[2].isdigit():
+        chip, tokens, dtype, *peer = sys.argv[1:]
+        compile_step(chip, int(tokens), dtype, *peer[:1], *map(int, peer[1:]))
+    else:
+        main()
