@@ -130,7 +130,7 @@ MISTAKES = {
         Plant("run_delta_chunks", "plgpu.barrier_wait(values_ready)", ""),
     ),
     "delta chunks: the next keys where the triangle is": (
-        "delta, chunks of one row", {"wrong", "race"},
+        "delta, chunks of one row", UNSYNCHRONISED,
         Plant(
             "run_delta_chunks", "left, right = squares()\nput(lacks, right)",
             "next_token(fetch_keys)\nleft, right = squares()\nput(lacks, right)",
