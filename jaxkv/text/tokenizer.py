@@ -1,6 +1,5 @@
 """A model's own tokenizer, and its text as tokens come."""
 
-import json
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,10 +8,10 @@ from typing import Any, Protocol
 from jaxkv._core.config.validation import integer, show
 from jaxkv._files.gguf import read_metadata
 from jaxkv._files.hub import find_model
+from jaxkv._files.json_file import read_json
 from jaxkv.text.chat_template import ChatTemplate
 from jaxkv.text.gguf_tokenizer import build_tokenizer, special_tokens
 
-MOST_JSON = 64 << 20  # bytes of a config; a tokenizer.json may be larger
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -164,7 +163,7 @@ class _Folder:
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
-        self._config = _read_json(folder / "tokenizer_config.json")
+        self._config = _read_config(folder / "tokenizer_config.json")
 
     def read_tokenizer(self) -> Any:
         import tokenizers
@@ -183,7 +182,7 @@ class _Folder:
     def special_tokens(self) -> dict[str, str]:
         """The names under which templates know special tokens."""
         found = {}
-        for config in (_read_json(self.folder / "special_tokens_map.json"), self._config):
+        for config in (_read_config(self.folder / "special_tokens_map.json"), self._config):
             for name in SPECIAL:
                 token = config.get(name)
                 token = token.get("content") if isinstance(token, Mapping) else token
@@ -195,7 +194,7 @@ class _Folder:
         file = self.folder / "chat_template.jinja"
         if file.is_file():
             return file.read_text(encoding="utf-8", errors="replace")
-        for config in (self._config, _read_json(self.folder / "chat_template.json")):
+        for config in (self._config, _read_config(self.folder / "chat_template.json")):
             found = config.get("chat_template")
             if isinstance(found, list):  # several, by name
                 named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
@@ -267,16 +266,6 @@ class TextStream:
             self._tokens, self._shown = last, text
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def _read_config(path: pathlib.Path) -> dict[str, Any]:
     """Returns what a file says; nothing if there is none. Raises ValueError."""
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > MOST_JSON:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, more than such a file can need.")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {str(error).splitlines()[0]}.") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}.")
-    return content
+    return read_json(path) if path.is_file() else {}

@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxkv._core.config.validation import show
 from jaxkv._files import safetensors
+from jaxkv._files.json_file import read_json
 from jaxkv.models import config_reader
 from jaxkv.models.checkpoint_formats import dequantize
-from jaxkv.models.checkpoints.json_file import read_json
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.families.family import read_token_ids
