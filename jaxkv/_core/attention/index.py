@@ -21,6 +21,7 @@ from jaxkv._core.state.columns import blocks_of
 from jaxkv._core.state.shard_local import find_block_runs
 from jaxkv._core.state.sharding import POOL, WHOLE, run_on_shards
 from jaxkv._core.state.state import IndexKeys, Layer, Pool
+from jaxkv._core.state.state_repr import describe_array
 from pallas_kernels.api.backends import find_backend
 from pallas_kernels.api.selection import select_tokens
 from pallas_kernels.common.batch import MaskSpec, PagedBatch
@@ -114,11 +115,11 @@ def choose_tokens(
     """Returns the positions of the best `top_k` tokens of each query, and their scores; see `jaxkv.scores.indexer`."""
     found = find_layer(cache, layer)
     if not hasattr(q, "ndim") or q.ndim not in (3, 4):
-        raise ValueError(f"q must be [S, T, heads, E] or packed [N, heads, E], not {_describe(q)}.")
+        raise ValueError(f"q must be [S, T, heads, E] or packed [N, heads, E], not {describe_array(q)}.")
     token_axes = _check_index(found, "q", q, q.shape[-2:-1])
     if getattr(weights, "shape", None) != q.shape[:-1] or not jnp.issubdtype(weights.dtype, jnp.floating):
         raise ValueError(
-            f"weights must be floats{list(q.shape[:-1])}, one of each head of q, not {_describe(weights)}."
+            f"weights must be floats{list(q.shape[:-1])}, one of each head of q, not {describe_array(weights)}."
         )
     if (evict := found.config.retentions[found.group].evict) is not None:
         raise ValueError(
@@ -181,7 +182,7 @@ def _check_index(layer: Layer, name: str, x: Any, heads: tuple[int, ...]) -> tup
     inner = ", ".join(map(str, (*heads, width)))
     ranks = (2 + len(heads), 3 + len(heads))
     if not hasattr(x, "ndim") or x.ndim not in ranks or x.shape[-1] != width:
-        raise ValueError(f"{name} must be [S, T, {inner}] or packed [N, {inner}], not {_describe(x)}.")
+        raise ValueError(f"{name} must be [S, T, {inner}] or packed [N, {inner}], not {describe_array(x)}.")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} must be floating point, not {x.dtype}.")
     token_axes = x.shape[: x.ndim - 1 - len(heads)]
@@ -190,7 +191,3 @@ def _check_index(layer: Layer, name: str, x: Any, heads: tuple[int, ...]) -> tup
             f"{name} has {token_axes[0]} rows, but the cache has {layer.rows}: give every row a place, used or not."
         )
     return token_axes
-
-
-def _describe(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") and hasattr(x, "dtype") else type(x).__name__

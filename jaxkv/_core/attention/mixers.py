@@ -17,6 +17,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import show
 from jaxkv._core.state.head_rows import row_tables
 from jaxkv._core.state.state import BlockTables, Layer
+from jaxkv._core.state.state_repr import describe_array
 from jaxkv._core.state.state_slots import NULL_SLOT, StateLayer, StateSlots
 from pallas_kernels.common.state_batch import expand
 
@@ -84,7 +85,7 @@ def write_states(cache: Any, states: Mapping[str, Any], *, layer: Any = None) ->
             raise ValueError(f"Layer {found.number} keeps no {show(name)}, only {', '.join(arrays)}.")
         wanted = (found.rows, *arrays[name].shape)
         if getattr(x, "shape", None) != wanted or str(getattr(x, "dtype", None)) != arrays[name].dtype:
-            given = f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") and hasattr(x, "dtype") else show(x)
+            given = describe_array(x) if hasattr(x, "shape") and hasattr(x, "dtype") else show(x)
             raise ValueError(
                 f"The state {name!r} of layer {found.number} must be {arrays[name].dtype}{list(wanted)}, one of each "
                 f"row, not {given}."

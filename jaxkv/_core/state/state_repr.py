@@ -25,8 +25,10 @@ def read_integers(x: Any) -> np.ndarray | None:
 
 
 def describe_array(x: Any) -> str:
-    """Returns an array's dtype and shape: `bfloat16[17, 2, 8, 16, 128]`."""
-    return f"{jnp.dtype(x.dtype).name}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+    """Returns an array's dtype and shape: `bfloat16[17, 2, 8, 16, 128]`; of what is no array the type."""
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        return type(x).__name__
+    return f"{getattr(x.dtype, 'name', x.dtype)}{list(x.shape)}"
 
 
 def describe_tables(tables: Any) -> str:

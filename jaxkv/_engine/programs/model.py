@@ -14,6 +14,7 @@ from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import show
+from jaxkv._core.state.state_repr import describe_array
 
 PAGE = "See docs/your_model.md."
 ADAPTERS_ARGUMENT = "adapters"  # the argument by which a model is given those of its rows
@@ -215,7 +216,7 @@ def _shorten(message: str) -> str:
 
 def _describe(x: Any) -> str:
     if hasattr(x, "dtype") and hasattr(x, "shape"):
-        return f"{jnp.dtype(x.dtype).name}{list(x.shape)}"
+        return describe_array(x)
     if isinstance(x, tuple | list):
         return f"a {type(x).__name__} of {len(x)}"
     return f"a {type(x).__name__}"
