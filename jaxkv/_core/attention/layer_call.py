@@ -73,9 +73,8 @@ def make_call(
 
 def find_layer(cache: Any, layer: Any) -> Layer:
     """Returns the layer that a cache and an index name, or the layer that was given itself."""
-    if isinstance(cache, Layer):
-        if layer is not None:
-            raise ValueError(f"layer={layer} is for a cache, but this is one of its layers: leave it out.")
+    hint = " Without a cache, as in training, call jax.nn.dot_product_attention." if cache is None else ""
+    if is_layer(cache, layer, Layer, hint):
         if cache.pool is None:
             i, owner = cache.number, cache.config.owner(cache.number)
             raise ValueError(
@@ -83,12 +82,23 @@ def find_layer(cache: Any, layer: Any) -> Layer:
                 f"take cache.with_layer({owner}, layers[{owner}]).layers[{i}] once layer {owner} is written."
             )
         return cache
+    return cache.layer(layer)
+
+
+def is_layer(cache: Any, layer: Any, kind: type, hint: str = "") -> bool:
+    """Tells whether `cache` is a layer of this kind itself.
+
+    Raises ValueError if `layer` names another besides, or if it is neither that nor a cache with the index of a layer.
+    """
+    if isinstance(cache, kind):
+        if layer is not None:
+            raise ValueError(f"layer={layer} is for a cache, but this is one of its layers: leave it out.")
+        return True
     if not isinstance(cache, Cache):
-        dense = " Without a cache, as in training, call jax.nn.dot_product_attention." if cache is None else ""
-        raise ValueError(f"cache must be a jaxkv.Cache or one of its layers, not {type(cache).__name__}.{dense}")
+        raise ValueError(f"cache must be a jaxkv.Cache or one of its layers, not {type(cache).__name__}.{hint}")
     if layer is None:
         raise ValueError("layer must say which of the cache's layers is meant, unless one of cache.layers is given.")
-    return cache.layer(layer)
+    return False
 
 
 def open_layer(

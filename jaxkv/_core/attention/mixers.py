@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from jaxkv._core.attention.layer_call import is_layer
 from jaxkv._core.attention.plan import Step, check_plan, settle_cache, settle_tables
 from jaxkv._core.blocks.mixer_shards import run_on_mesh
 from jaxkv._core.blocks.slot_allocator import end_snapshots, snapshot_arguments
@@ -247,17 +248,9 @@ def record_inputs(
 
 def find_state_layer(cache: Any, layer: Any) -> StateLayer:
     """Returns the recurrent layer that a cache and an index name, or the layer that was given itself."""
-    if isinstance(cache, StateLayer):
-        if layer is not None:
-            raise ValueError(f"layer={layer} is for a cache, but this is one of its layers: leave it out.")
-        return cache
     if isinstance(cache, Layer):
         cache, layer = _layers_of(cache), cache.number
-    if not isinstance(cache, Cache):
-        raise ValueError(f"cache must be a jaxkv.Cache or one of its layers, not {type(cache).__name__}.")
-    if layer is None:
-        raise ValueError("layer must say which of the cache's layers is meant, unless one of cache.layers is given.")
-    return cache.state_layer(layer)
+    return cache if is_layer(cache, layer, StateLayer) else cache.state_layer(layer)
 
 
 def _layers_of(layer: Layer) -> Cache:
