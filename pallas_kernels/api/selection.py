@@ -13,8 +13,8 @@ import jax
 from pallas_kernels.api.backends import Choice, choose_among, find_backend, read_platform, run_chosen
 from pallas_kernels.api.mixer_dispatch import is_divided
 from pallas_kernels.common.batch import MaskSpec, PagedBatch
+from pallas_kernels.common.index_keys import Best, StoredIndex
 from pallas_kernels.common.quantization import find_format
-from pallas_kernels.xla.index import Best, StoredIndex
 
 MODULES = {"xla": "xla.index", "tpu": "tpu.index"}  # implementation -> its module in this package
 

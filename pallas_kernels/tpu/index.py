@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.common.index_keys import NOTHING, Best, IndexQueries, Lanes
 from pallas_kernels.common.masks import WindowMask
 from pallas_kernels.common.quantization import StorageFormat
 from pallas_kernels.tpu.pages import (
@@ -34,7 +35,7 @@ from pallas_kernels.tpu.pages import (
     vector_bytes,
 )
 from pallas_kernels.tpu.state_decode import split
-from pallas_kernels.xla.index import NOTHING, Best, IndexQueries, Lanes, select_tokens as stream_tokens
+from pallas_kernels.xla.index import select_tokens as stream_tokens
 
 QUERIES = 8  # of a tile, the rows of a register
 STEP_TOKENS = 2048  # of a row, that come and are scored at once

@@ -6,7 +6,6 @@ read the row's keys piece by piece, and keep the best so far: nothing is as larg
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,8 @@ import numpy as np
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch
 from pallas_kernels.common.context_parallel import count_local_tokens, position_of
+from pallas_kernels.common.index_keys import NOTHING, Best, IndexQueries, Lanes, StoredIndex
 from pallas_kernels.common.masks import WindowMask
-from pallas_kernels.common.quantization import StorageFormat
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.xla import tile_reads, work_list
 from pallas_kernels.xla.write import find_places
@@ -25,40 +24,6 @@ QUERIES = 16  # of a tile, of rows with more than one token
 # but a row that ends within a piece pays for all of it.
 LEAST_PIECE, MOST_PIECE = 512, 8192
 AT_ONCE = 1 << 23  # bytes of the products of heads and keys in memory at a time
-NOTHING = -float("inf")
-
-
-class StoredIndex(NamedTuple):
-    """The index keys of a layer."""
-
-    keys: jax.Array  # [num_blocks + 1, 1, 1, block_size, E'], E' may be padded beyond E
-    scale: jax.Array | None  # f32[num_blocks + 1, 1, 1, block_size]
-    format: StorageFormat
-
-
-class Best(NamedTuple):
-    """The best tokens of queries, best first; equal ones in order of their positions."""
-
-    score: jax.Array  # f32[.., k], -inf where there is none
-    position: jax.Array  # i32[.., k], -1 where there is none
-
-
-class Lanes(NamedTuple):
-    """Tiles of queries, each of one row, of one query or of as many as a backend computes at once."""
-
-    row: jax.Array  # i32[lanes]
-    token: jax.Array  # i32[lanes, queries]: among all tokens, flat
-    position: jax.Array  # i32[lanes, queries]; -1 of none
-
-
-class IndexQueries(NamedTuple):
-    """The tokens of a step, flat, and what they choose from."""
-
-    q: jax.Array  # [tokens, heads, E]
-    weights: jax.Array  # [tokens, heads]
-    stored: StoredIndex
-    batch: PagedBatch
-    mask: MaskSpec
 
 
 def select_tokens(
