@@ -44,7 +44,8 @@ class Model(Protocol):
       tokens `i32[S]`, one place in each row: return `f32[S, V]`. It saves the logits of all of a prompt's other tokens.
     - `step`: the `Step` of `jaxkv.plan_step`, for `attention(..., step=step)`; a tree of draft tokens comes with one,
       and then positions are `step.positions`.
-    - `deterministic`, for `attention(..., deterministic=...)`, and `adapters`, `i32[S]`, the adapter of each row.
+    - `deterministic`, for `attention(..., deterministic=...)`, and `adapters`, `i32[S]`, the adapter of each row;
+      that of each token is `adapters[jaxkv.plan_step(cache, tokens.shape).token.row]`.
 
     `cache=None` asks for dense attention over `tokens` `[S, T]`; only `Engine.recompute` does. `config.vocab_size`,
     `config.max_seq_len` and `config.eos_ids` are read where a model has them. `scan = True` says that it scans over its
