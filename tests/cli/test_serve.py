@@ -20,7 +20,7 @@ from nightly import NIGHTLY
 import jaxkv
 import jaxkv.text
 from jaxkv import models
-from jaxkv._cli.http.openai_format import read_options
+from jaxkv._cli.http.openai_format import MOST_LOGPROBS, ChatCompletion, Completion, read_options
 from jaxkv._cli.http.serve import finish, make_app
 
 openai = pytest.importorskip("openai", reason="the extra 'test' is not installed")
@@ -134,6 +134,13 @@ WRONG = {
     "a seed of text": {"seed": "x"}, "penalties": {"presence_penalty": 1.0},
     "deep": "[" * 100_000, "options of a stream in a text": {"stream": True, "stream_options": "x"},
     "a stream of text": {"stream": "yes"}, "fewer than no log-probabilities": {"logprobs": True, "top_logprobs": -1},
+    "more log-probabilities than are compiled": {"logprobs": True, "top_logprobs": 21},
+    "log-probabilities of nothing": {"top_logprobs": 2}, "min_p beyond 1": {"min_p": 2},
+    "top_k of text": {"top_k": "x"},
+    "other penalties": {"repetition_penalty": 1.1}, "a least number of tokens": {"min_tokens": 2},
+    "no end": {"ignore_eos": True}, "tokens of text": {"max_tokens": "5"},
+    "no content": {"messages": [{"role": "user"}]},
+    "null for a content": {"messages": [{"role": "user", "content": None}]},
     "a picture": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     "a part of another kind": {"messages": [{"role": "user", "content": [{"type": "refusal", "text": "x"}]}]},
     "a part without a form": {"messages": [{"role": "user", "content": ["x"]}]},
@@ -248,6 +255,31 @@ def test_what_is_off_is_taken():
     given = {"tools": None, "presence_penalty": 0, "response_format": {"type": "text"}, "user": "me", "stop": None}
     assert read_options(given | {"max_tokens": 5}, {"top_k": 3}, 9) == {"top_k": 3, "max_new_tokens": 5}
     assert read_options({}, {}, 9)["max_new_tokens"] == 9
+    assert read_options({"repetition_penalty": 1.0, "ignore_eos": False, "min_tokens": 0}, {}, 9) == {
+        "max_new_tokens": 9
+    }
+    wanted = {"top_k": 5, "min_p": 0.1, "seed": 5}
+    assert read_options(wanted | {"seed": 2**32 + 5}, {}, 9) == wanted | {"max_new_tokens": 9}
+
+
+def test_what_is_compiled_serves_every_number_of_log_probabilities(served):
+    """Another number would be a program of its own, which a server would compile while all its streams wait."""
+    asked = [
+        kind({"logprobs": wanted, "top_logprobs": 2 if wanted is True else None}, None).options()["logprobs"]
+        for kind, wanted in ((ChatCompletion, True), (Completion, 0), (Completion, 20))
+    ]
+    assert asked == [MOST_LOGPROBS] * 3
+
+
+def test_an_error_names_the_field_that_was_sent(served):
+    body = {"messages": [{"role": "user", "content": "?"}]}
+    for given, says in (
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens must be a whole number"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content must be a text"),
+    ):
+        found = httpx.post(served[2] + "/v1/chat/completions", json=body | given)
+        assert found.json()["error"]["message"].startswith(says), found.text
 
 
 def test_an_error_of_ours_is_no_traceback(served, monkeypatch, caplog):

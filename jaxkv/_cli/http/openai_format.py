@@ -5,7 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST_CHOICES = 128  # samples of a request, as OpenAI's: each is built from its prompt in the server's one thread
+# Log-probabilities of a token, as OpenAI's. All requests that want some are computed with so many, by the programs that
+# the server compiled before it listened: another number would be a program of its own, for which all others wait.
+MOST_LOGPROBS = 20
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop")
 # What would change an answer, and is not done here: refused unless it is off. Other unknown fields say nothing of it.
 REFUSED = (
     "tools",
@@ -16,6 +20,9 @@ REFUSED = (
     "audio",
     "prediction",
     "suffix",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
 )
 
 
@@ -29,16 +36,18 @@ class ChatCompletion:
         self.body, self.text = body, text
         _check_types(body, logprobs=bool, top_logprobs=int)
         _check_count(body, "top_logprobs")
+        if body.get("top_logprobs") and not body.get("logprobs"):
+            raise ValueError("top_logprobs is for a request with logprobs: give logprobs=true, too, or leave it out.")
         self.num_logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
 
     def prompts(self) -> list[list[int]]:
         messages = self.body.get("messages")
         if isinstance(messages, list):
-            messages = [_join_parts(message) for message in messages]
+            messages = [_read_message(message, number) for number, message in enumerate(messages)]
         return [self.text.chat(messages)]
 
     def options(self) -> dict[str, Any]:
-        return {} if self.num_logprobs is None else {"logprobs": max(self.num_logprobs, 1)}
+        return {} if self.num_logprobs is None else {"logprobs": MOST_LOGPROBS}
 
     def choice(self, request: Any, sample: Any) -> dict[str, Any]:
         """Returns the whole answer of one of the request's samples."""
@@ -89,7 +98,7 @@ class Completion:
 
     def prompts(self) -> list[list[int]]:
         given = self.body.get("prompt")
-        if isinstance(given, str) or (isinstance(given, list) and given and _is_token(given[0])):
+        if isinstance(given, str) or (isinstance(given, list) and given and _is_integer(given[0])):
             given = [given]
         if not isinstance(given, list) or not given:
             raise ValueError("prompt must be a text, a list of tokens, or a list of those.")
@@ -98,15 +107,13 @@ class Completion:
     def _read_prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.text.encode(prompt)
-        if not isinstance(prompt, list) or not all(map(_is_token, prompt)):
+        if not isinstance(prompt, list) or not all(map(_is_integer, prompt)):
             raise ValueError("prompt must be a text, a list of tokens, or a list of those.")
         return prompt
 
     def options(self) -> dict[str, Any]:
         wants = self.num_logprobs is not None
-        return ({"logprobs": max(self.num_logprobs or 0, 1)} if wants else {}) | {
-            "prompt_logprobs": self.echo and wants
-        }
+        return ({"logprobs": MOST_LOGPROBS} if wants else {}) | {"prompt_logprobs": self.echo and wants}
 
     def choice(self, request: Any, sample: Any) -> dict[str, Any]:
         """Returns the whole answer of one of the request's samples."""
@@ -150,7 +157,7 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
       most: how many tokens an answer has by default.
     """
     for field in REFUSED:
-        if body.get(field):
+        if body.get(field) and not (field == "repetition_penalty" and body[field] == 1):
             raise ValueError(f"{field} is not supported by this server: leave it out.")
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
         raise ValueError("response_format other than text is not supported by this server: leave it out.")
@@ -161,10 +168,16 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
         raise ValueError("stop must be a string or a list of strings.")
     if isinstance(given.get("n"), int) and given["n"] > MOST_CHOICES:
         raise ValueError(f"n must be at most {MOST_CHOICES}, not {given['n']}: send several requests.")
-    options = defaults | {
-        field: given[field] for field in ("temperature", "top_p", "n", "seed", "stop") if field in given
-    }
-    return options | {"max_new_tokens": given.get("max_completion_tokens", given.get("max_tokens", most))}
+    options = defaults | {field: given[field] for field in SAMPLING if field in given}
+    if _is_integer(options.get("seed")):
+        options["seed"] %= 2**32  # OpenAI's has 64 bits
+    field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    count = given.get(field, most)
+    if not _is_integer(count) or count < 0:
+        raise ValueError(f"{field} must be a whole number of tokens, not {count!r}.")
+    if count == 0 and not (given.get("echo") and given.get("logprobs") is not None):
+        raise ValueError(f"{field} must be at least 1, or 0 with echo and logprobs, which scores the prompt alone.")
+    return options | {"max_new_tokens": count}
 
 
 def finish_reason(sample: Any) -> str:
@@ -179,10 +192,14 @@ def count_usage(requests: Sequence[Any]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
-def _join_parts(message: Any) -> Any:
+def _read_message(message: Any, number: int) -> Any:
     """Returns a message whose content is one text, where it was a list of parts: templates take no lists."""
-    if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
+    if not isinstance(message, dict) or isinstance(parts := message.get("content"), str):
         return message
+    if not isinstance(parts, list):
+        raise ValueError(
+            f"messages[{number}].content must be a text, or a list of parts that are texts, not {str(parts)[:100]}."
+        )
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(
@@ -200,11 +217,11 @@ def _check_types(body: dict[str, Any], **kinds: Any) -> None:
 
 
 def _check_count(body: dict[str, Any], field: str) -> None:
-    if (body.get(field) or 0) < 0:
-        raise ValueError(f"{field} must be at least 0, not {body[field]}.")
+    if not 0 <= (body.get(field) or 0) <= MOST_LOGPROBS:
+        raise ValueError(f"{field} must be from 0 to {MOST_LOGPROBS}, not {body[field]}.")
 
 
-def _is_token(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -19,7 +19,14 @@ from typing import Any
 
 import jaxkv
 from jaxkv._cli.compiling import keep_compiled
-from jaxkv._cli.http.openai_format import ChatCompletion, Completion, count_usage, finish_reason, read_options
+from jaxkv._cli.http.openai_format import (
+    MOST_LOGPROBS,
+    ChatCompletion,
+    Completion,
+    count_usage,
+    finish_reason,
+    read_options,
+)
 from jaxkv._cli.text import open_model, prefix_options
 
 logger = logging.getLogger("jaxkv.serve")
@@ -54,7 +61,7 @@ def serve(arguments: argparse.Namespace) -> int:
     if arguments.warmup:
         began = time.monotonic()
         print("jaxkv: compiling, so that no request waits for it ...", file=sys.stderr, flush=True)
-        engine.warmup(kinds=("greedy", "sampled", "filtered"))
+        engine.warmup(kinds=("greedy", "sampled", "filtered"), logprobs=(MOST_LOGPROBS,))
         print(f"jaxkv: compiled in {time.monotonic() - began:.1f} s.", file=sys.stderr, flush=True)
     app = make_app(engine, opened.chat, arguments.model.name or str(arguments.model), opened.eos, opened.sampling)
     with engine, engine.serve():

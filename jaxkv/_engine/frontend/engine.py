@@ -431,7 +431,9 @@ class Engine(Closable, Servable, Resumable, Updatable):
     def warmup(
         self, *, kinds: Iterable[Kind] = KINDS, logprobs: Iterable[int | None] = (None,), progress: bool = True
     ) -> None:
-        """Compiles programs of steps and the prefix cache in advance; only those of swaps and spills come later.
+        """Compiles programs of steps and the prefix cache in advance.
+
+        Those of swaps, of spills and of `prompt_logprobs` come later.
 
         Args:
           kinds: of expected requests: "greedy" (temperature 0), "sampled" (above), "filtered" (with top_k, top_p or
