@@ -27,11 +27,14 @@ BAD = {
         lambda i: {"tables": i.tables.astype(jnp.float32)},
         r"tables must be int32, not float32.*tables.astype",
     ),
+    "tables in lists": (lambda i: {"tables": i.tables.tolist()}, "tables must be an array, not a list.*jnp.asarray"),
+    "lengths in a list": (lambda i: {"lengths": i.lengths.tolist()}, "lengths must be an array, not a list"),
     "lengths' dtype": (lambda i: {"lengths": i.lengths.astype(jnp.uint32)}, r"lengths must be int32, not uint32"),
 }
 INT8_ROWS = {"kind": "int8", "rank": 32, "scale": 0.1}
 BAD_ATTENTION = BAD | {
     "q's rank": (lambda i: {"q": i.q[0, 0]}, r"q must be padded \[S, T, H, D\] or packed \[N, H, D\].*\(4, 64\)"),
+    "q in lists": (lambda i: {"q": i.q.tolist()}, "q must be an array, not a list"),
     "q's rows": (lambda i: {"q": i.q[:1]}, r"q has 1 rows, but the tables have 2"),
     "q's dtype": (lambda i: {"q": i.q.astype(jnp.int32)}, r"q must be floating point, not int32"),
     "heads": (
