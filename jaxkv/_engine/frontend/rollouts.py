@@ -80,7 +80,7 @@ class Updatable:
         parts = self._read_weights("model", model, [loop.pipeline for loop in self._loops], flat)
         drafters = [loop.drafter for loop in self._loops]
         drafts = None if draft is None else self._read_weights("draft", draft, drafters)
-        apart = [loop.prefill and loop.prefill.list_pipelines()[0] for loop in self._loops]
+        apart = [loop.prefill and loop.prefill.list_runners()[0] for loop in self._loops]
         if prefill is None and apart[0] is not None:
             raise ValueError(
                 "This engine computes prompts with a model of its own, which must have the same weights: give "
@@ -138,7 +138,7 @@ class Updatable:
 
     def _refuse_apart(self, method: str) -> None:
         """Raises ValueError if rows go to or come from an engine in another process, of the same weights."""
-        if any(loop.prefill and not loop.prefill.list_pipelines() for loop in self._loops):
+        if any(loop.prefill and not loop.prefill.list_runners() for loop in self._loops):
             raise ValueError(
                 f"{method} would give this engine other weights than the one in another process that computes its "
                 "prompts: make both engines anew with the new ones."

@@ -51,11 +51,11 @@ class RemotePrefill:
         self._declined: weakref.WeakSet[Sequence] = weakref.WeakSet()  # those that cannot be computed there
         weakref.finalize(self, self._link.close).atexit = False
 
-    def list_residents(self) -> list[CacheManager]:
+    def list_cache_managers(self) -> list[CacheManager]:
         """Returns nothing: its cache is another engine's."""
         return []
 
-    def list_pipelines(self) -> list[ModelRunner]:
+    def list_runners(self) -> list[ModelRunner]:
         """Returns nothing: its model is another engine's."""
         return []
 

@@ -35,10 +35,10 @@ class PromptComputer(Protocol):
     def tokens(self) -> int:
         """Tokens computed so far."""
 
-    def list_residents(self) -> list[CacheManager]:
+    def list_cache_managers(self) -> list[CacheManager]:
         """Returns its cache manager, if it has one in this process."""
 
-    def list_pipelines(self) -> list[ModelRunner]:
+    def list_runners(self) -> list[ModelRunner]:
         """Returns its model runner, if it has one in this process."""
 
     def warm(self) -> list[Callable[[], Any]]:
@@ -120,11 +120,11 @@ class Prefill:
         """Tokens computed so far."""
         return self.pipeline.tokens
 
-    def list_residents(self) -> list[CacheManager]:
+    def list_cache_managers(self) -> list[CacheManager]:
         """Returns its cache manager, alone."""
         return [self.residents]
 
-    def list_pipelines(self) -> list[ModelRunner]:
+    def list_runners(self) -> list[ModelRunner]:
         """Returns its model runner, alone."""
         return [self.pipeline]
 

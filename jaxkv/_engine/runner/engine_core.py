@@ -157,13 +157,13 @@ class EngineCore:
         """Raises RuntimeError if no step can be taken now: the memory is released, or parameters are gone."""
         if self.residents.is_released:
             raise RuntimeError(RELEASED)
-        for pipeline in self._all_pipelines():
+        for pipeline in self._all_runners():
             pipeline.refuse_donated()
 
     @property
     def can_step(self) -> bool:
         """Tells whether `refuse_step` raises nothing."""
-        return not self.residents.is_released and all(p.has_parameters for p in self._all_pipelines())
+        return not self.residents.is_released and all(p.has_parameters for p in self._all_runners())
 
     def list_running(self) -> list[Request]:
         """Returns the requests of which something was computed already."""
@@ -184,13 +184,13 @@ class EngineCore:
         with self._soundness:
             for request in self.open:
                 request.restart()
-            for residents in self._all_residents():
+            for residents in self._all_cache_managers():
                 if not residents.is_released:
                     residents.recover()
                 residents.prefix_rows.rename(model)
             self.pipeline.leaves = leaves
             if self.prefill is not None and prefill is not None:
-                (apart,) = self.prefill.list_pipelines()
+                (apart,) = self.prefill.list_runners()
                 apart.leaves = prefill
             if self.residents.is_released:
                 self._queue_open({})
@@ -203,7 +203,7 @@ class EngineCore:
         else they are dropped, and requests computed again from their tokens. With `parameters` it lets go of these,
         too, until `update`."""
         if parameters:
-            for pipeline in self._all_pipelines():
+            for pipeline in self._all_runners():
                 pipeline.drop_parameters()
         if self.residents.is_released:
             return
@@ -251,7 +251,7 @@ class EngineCore:
     def reset(self) -> None:
         """Starts again with an empty cache."""
         with self._soundness:
-            for residents in self._all_residents():
+            for residents in self._all_cache_managers():
                 residents.reset()
             self._restart()
             self._rest()
@@ -376,16 +376,16 @@ class EngineCore:
             if self.prefill is not None:
                 self.prefill.rest()
 
-    def _all_residents(self) -> list[CacheManager]:
-        return [self.residents, *(self.prefill.list_residents() if self.prefill else [])]
+    def _all_cache_managers(self) -> list[CacheManager]:
+        return [self.residents, *(self.prefill.list_cache_managers() if self.prefill else [])]
 
-    def _all_pipelines(self) -> list[ModelRunner]:
-        return [self.pipeline, *(self.prefill.list_pipelines() if self.prefill else [])]
+    def _all_runners(self) -> list[ModelRunner]:
+        return [self.pipeline, *(self.prefill.list_runners() if self.prefill else [])]
 
     def make_sound(self) -> None:
         """Rebuilds everything from the durable state after an interrupted call."""
         if not self._soundness.is_kept:
-            for residents in self._all_residents():
+            for residents in self._all_cache_managers():
                 residents.recover()
             self._restart()
             self._soundness.end()
