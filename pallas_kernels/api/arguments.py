@@ -1,27 +1,22 @@
 """What the front door checks of shapes, dtypes and options: each refusal says what was expected and what came."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.common.batch import Call, PagedBatch, StoredKV
+from pallas_kernels.common.batch import Call, StoredKV
 from pallas_kernels.common.quantization import QUANTIZED
 
 
-def check_arrays(**arrays: Any) -> None:
-    """Raises ValueError for what is given as a list or a number: nothing is known of its dtype."""
+def check_pool(call: Call) -> None:
+    """Raise for what is no array, and for a pool, tables or counts that are not of their shapes and dtypes."""
+    stored, batch = call.stored, call.batch
+    kv, tables = stored.kv, batch.block_tables
+    counts = {"lengths": batch.kv_lens, "new": batch.query_lens, "offsets": batch.query_starts}
+    arrays = {"q": call.q, "k": call.k, "v": call.v, "kv": kv, "kv_scale": stored.scale, "tables": tables} | counts
     for name, x in arrays.items():
         if x is not None and not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise ValueError(f"{name} must be an array, not a {type(x).__name__}: make it one by jnp.asarray.")
-
-
-def check_pool(stored: StoredKV, batch: PagedBatch) -> None:
-    """Raise for a pool, tables or counts that are not of their shapes and dtypes."""
-    kv, tables = stored.kv, batch.block_tables
-    counts = {"lengths": batch.kv_lens, "new": batch.query_lens, "offsets": batch.query_starts}
-    check_arrays(kv=kv, kv_scale=stored.scale, tables=tables, **counts)
     halves, latent = (2, "") if stored.latent_rank is None else (1, " of latent rows")
     if kv.ndim != 5 or kv.shape[1] != halves:
         raise ValueError(

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Collection, Set
 
 from pallas_kernels.api.arguments import (
-    check_arrays,
     check_attention,
     check_context_shard,
     check_format,
@@ -162,8 +161,7 @@ def paged_attention(
         stripe=stripe,
         tokens=tokens,
     )
-    check_arrays(q=q)
-    check_pool(call.stored, call.batch)
+    check_pool(call)
     check_format(call.stored, q.shape[-1])
     check_attention(call)
     check_context_shard(stripe)
@@ -219,8 +217,7 @@ def write_kv(
         rank=rank,
         stripe=stripe,
     )
-    check_arrays(k=k, v=v)
-    check_pool(call.stored, call.batch)
+    check_pool(call)
     check_format(call.stored, k.shape[-1])
     check_new_scale(kv_scale, kind)
     check_new(k, v, call.stored, tables.shape[0])
@@ -288,8 +285,7 @@ def write_and_attend(
         return_lse=return_lse,
         **variants,
     )
-    check_arrays(q=q, k=k, v=v)
-    check_pool(call.stored, call.batch)
+    check_pool(call)
     check_format(call.stored, q.shape[-1])
     check_new_scale(kv_scale, kind)
     check_new(k, v, call.stored, tables.shape[0])
