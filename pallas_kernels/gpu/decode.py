@@ -131,10 +131,7 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                 parts = []
                 for token in range(0, tokens, 64):
                     keys = k_s.at[slot, pl.ds(token, 64)]
-                    if groups is None:
-                        wide_keys = widened(keys, q.dtype, format, in_pairs=True)
-                    else:
-                        wide_keys = nibbles.widened(keys, q.dtype, format, scaled(slot, 0), in_pairs=True, token=token)
+                    wide_keys = widened(keys, q.dtype, format, in_pairs=True, scaled=scaled(slot, 0), token=token)
                     parts.append(accumulate(interpret, full((64, columns), 0.0, LAYOUT), wide_keys, q_s.T))
                 return join(parts)
 

@@ -120,20 +120,23 @@ def widen(stored, wide, format: StorageFormat, *, in_pairs: bool, scaled: Scaled
         def _(token=token, column=column, width=width):
             rows = pl.ds(token, 64)
             part = stored.at[rows, pl.ds(column, width)]
-            if scaled is None:
-                wide.at[rows, pl.ds(column, width)][...] = widened(part, wide.dtype, format, in_pairs=in_pairs)
-                return
-            numbers = nibbles.widened(part, wide.dtype, format, scaled, in_pairs=in_pairs, token=token, column=column)
-            if width == columns:
+            numbers = widened(part, wide.dtype, format, in_pairs=in_pairs, scaled=scaled, token=token, column=column)
+            if numbers.shape[1] == wide.shape[1]:
                 wide.at[rows][...] = numbers
                 return
-            wide.at[rows, pl.ds(column, width)][...] = numbers[:, :width]
-            wide.at[rows, pl.ds(columns + column, width)][...] = numbers[:, width:]
+            halves = [numbers] if scaled is None else [numbers[:, :width], numbers[:, width:]]
+            for nth, half in enumerate(halves):
+                wide.at[rows, pl.ds(nth * columns + column, width)][...] = half
 
 
-def widened(stored, dtype, format: StorageFormat, *, in_pairs: bool):
-    """A part of a tile in registers, as `LAYOUT` says: `in_pairs`, which is not for the interpreter, or else as Pallas
-    does it. Of int8 that is by way of registers that neighbours exchange, and else of float32, one by one."""
+def widened(
+    stored, dtype, format: StorageFormat, *, in_pairs: bool, scaled: Scaled | None = None, token: int = 0, column=0
+):
+    """A part of a tile in registers, as `LAYOUT` says, from this token and column on: `in_pairs`, which is not for the
+    interpreter, or else as Pallas does it. Of int8 that is by way of registers that neighbours exchange, and else of
+    float32, one by one. What is `scaled` is times its scales, and each entry is two numbers: see `nibbles`."""
+    if scaled is not None:
+        return nibbles.widened(stored, dtype, format, scaled, in_pairs=in_pairs, token=token, column=column)
     if in_pairs:
         return _widen_pairs(plgpu.load(stored, layout=LAYOUT), jnp.dtype(dtype), format)
     x = plgpu.load(stored, layout=plgpu.Layout.WGMMA_UPCAST_2X)

@@ -215,7 +215,8 @@ def fetch(
                         if groups is None:
                             source = scales[0].at[block, which, head, span]
                             plgpu.copy_gmem_to_smem(source, scales[1].at[slot, which, here], ring.ready.at[nth])
-                        for begin, size in () if groups is None else groups.copies:
+                            continue
+                        for begin, size in groups.copies:
                             source = scales[0].at[block, which, head, pl.ds(span.start * groups.count + begin, size)]
                             target = scales[1].at[slot, which, j, pl.ds(begin, size)]
                             plgpu.copy_gmem_to_smem(source, target, ring.ready.at[nth])
