@@ -306,7 +306,7 @@ def _places(
     return source, target
 
 
-def check_layers(path: Any, saved: CacheConfig, config: CacheConfig) -> None:
+def check_layers(path: pathlib.Path | str, saved: CacheConfig, config: CacheConfig) -> None:
     """Raises CacheFileError unless a cache of `config` can hold the keys and values of `saved`."""
     if saved.num_layers != config.num_layers:
         raise CacheFileError(

@@ -13,6 +13,8 @@ import numpy as np
 from jaxkv._core.config.validation import integer
 
 MXFP4, FP8 = "mxfp4", "fp8"
+# Behind the refusal of any other format.
+GIVE_OTHERS = "give a folder with weights of 16 or 32 bits, in MXFP4 or in blocks of float8, or a GGUF file"
 # Buffers in old checkpoints that follow from the config.
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")

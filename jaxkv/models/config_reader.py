@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxkv._core.config.validation import show
-from jaxkv.models.checkpoint_formats import FP8, MXFP4
+from jaxkv.models.checkpoint_formats import FP8, GIVE_OTHERS, MXFP4
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import Fields
 from jaxkv.models.config_gate import check_architectures, drop_ignored, warn_passed
@@ -64,8 +64,8 @@ def _take_quantization(fields: Fields) -> None:
     if not is_read(quantization):
         raise ValueError(
             f"{fields.where} says that weights are quantized, quantization_config = {show(quantization)}, which is not "
-            "read: give a folder with weights of 16 or 32 bits, in MXFP4 or in blocks of float8, or a GGUF file. If "
-            'these are not, give ignore=("quantization_config",).'
+            f"read: {GIVE_OTHERS}. If these are not, "
+            'give ignore=("quantization_config",).'
         )
     fields.take("quantization_config")
 

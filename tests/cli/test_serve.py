@@ -262,7 +262,7 @@ def test_what_is_off_is_taken():
     assert read_options(wanted | {"seed": 2**32 + 5}, {}, 9) == wanted | {"max_new_tokens": 9}
 
 
-def test_what_is_compiled_serves_every_number_of_log_probabilities(served):
+def test_what_is_compiled_serves_every_number_of_log_probabilities():
     """Another number would be a program of its own, which a server would compile while all its streams wait."""
     asked = [
         kind({"logprobs": wanted, "top_logprobs": 2 if wanted is True else None}, None).options()["logprobs"]

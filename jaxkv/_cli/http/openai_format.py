@@ -10,7 +10,8 @@ MOST_CHOICES = 128  # samples of a request, as OpenAI's: each is built from its 
 MOST_LOGPROBS = 20
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop")
-# What would change an answer, and is not done here: refused unless it is off. Other unknown fields say nothing of it.
+# What would change an answer, and is not done here: refused unless it is off, for which one has a value of its own.
+# Other unknown fields say nothing of it.
 REFUSED = (
     "tools",
     "functions",
@@ -24,6 +25,7 @@ REFUSED = (
     "min_tokens",
     "ignore_eos",
 )
+OFF = {"repetition_penalty": 1}
 
 
 class ChatCompletion:
@@ -157,7 +159,7 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
       most: how many tokens an answer has by default.
     """
     for field in REFUSED:
-        if body.get(field) and not (field == "repetition_penalty" and body[field] == 1):
+        if body.get(field) and body[field] != OFF.get(field):
             raise ValueError(f"{field} is not supported by this server: leave it out.")
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
         raise ValueError("response_format other than text is not supported by this server: leave it out.")

@@ -132,7 +132,8 @@ def plan(
         max_seqs = integer("max_seqs", max_seqs, least=1)
     sizes = _Sizes(layers, max_seq_len, fields, state_copies)
     probe = sizes.make_config(1)
-    least = sizes.make_config(max_seqs or 1)
+    first_rows = max_seqs or 1
+    least = sizes.make_config(first_rows)
     # A block and the null block of each group, and the states of all rows; the call raises.
     if memory_bytes < sizes.count_bytes([1] * len(sizes.group_bytes), least):
         sizes.make_whole(least).with_memory(memory_bytes // state_copies, step_tokens=step_tokens)
@@ -142,11 +143,11 @@ def plan(
 
     columns = -(-max_seq_len // probe.block_size)
     blocks = min(expected.blocks(probe.block_size), columns)
-    fixed = choose_config(1 if max_seqs is None else max_seqs)
+    fixed = choose_config(first_rows)
     if None in probe.group_visible_tokens and fixed.num_blocks < columns:
         # No row gets longer than all blocks together: the tables need no more columns, and so there can be more rows.
         sizes = _Sizes(layers, fixed.num_blocks * probe.block_size, fields, state_copies)
-        fixed = choose_config(1 if max_seqs is None else max_seqs)
+        fixed = choose_config(first_rows)
     widest = -(-sizes.max_seq_len // probe.block_size)
     most = min(MOST_ROWS, MOST_INDEX // widest) if max_seqs is None else max_seqs
 

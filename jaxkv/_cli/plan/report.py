@@ -84,7 +84,7 @@ class Report:
             return True
         platform = self.chip.platform
         is_read = format.group_size is None or all(reads_groups(platform, layer, format) for layer in layers)
-        return is_read and dtype in KERNEL_FORMATS[self.chip.platform]
+        return is_read and dtype in KERNEL_FORMATS[platform]
 
     @functools.cached_property
     def step(self) -> DecodeStep:

@@ -121,8 +121,8 @@ def attention(
         token; a step planned with a tree has it already.
       tokens: `i32[S, T, n]` or `i32[N, n]`, as `jaxkv.scores.indexer` chooses them: a token sees these positions of its
         row and no others, each once. A position ahead of it, beyond its window, or not held is none, as is -1. Work and
-        bytes go by n, not by the context. Not with `tree`, `spans`, `mask` or `blocks`. Kernels for
-        TPU and GPU read the rows of each query, which XLA brings together for them.
+        bytes go by n, not by the context. Not with `tree`, `spans`, `mask` or `blocks`. Kernels for TPU and
+        GPU read the rows of each query, which XLA brings together for them.
       deterministic: a row's output is the same to the bit for any other rows in the batch, in any row and blocks, and
         for a prompt in one step or in pieces of two tokens or more; see `pallas_kernels.paged_attention`.
       cascade: False: read every row by itself, also in a step that was planned with `cascade=True`.

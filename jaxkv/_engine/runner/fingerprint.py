@@ -24,14 +24,9 @@ def make_prefix(
 ) -> PrefixCache | None:
     """Makes the `PrefixCache` that an engine's options ask for. Raises ValueError for invalid options."""
     spill_bytes = int(real("spill_bytes", spill_bytes, least=0))
+    options = {"disk": disk, "disk_bytes": disk_bytes, "snapshot_bytes": snapshot_bytes}
     if not flag("prefix_cache", prefix_cache):
-        options = {
-            "disk": disk,
-            "disk_bytes": disk_bytes,
-            "snapshot_bytes": snapshot_bytes,
-            "spill_bytes": spill_bytes or None,
-        }
-        for option, value in options.items():
+        for option, value in {**options, "spill_bytes": spill_bytes or None}.items():
             if value is not None:
                 raise ValueError(f"{option}= is for a prefix cache: give prefix_cache=True, too, or leave it out.")
         return None
@@ -41,9 +36,7 @@ def make_prefix(
             "disk= needs a model that is a pytree of its parameters, by which files tell its keys and values from "
             "another model's: this one has none that can be seen."
         )
-    return PrefixCache(
-        config, spill_bytes=spill_bytes, disk=disk, disk_bytes=disk_bytes, snapshot_bytes=snapshot_bytes, model=name
-    )
+    return PrefixCache(config, model=name, spill_bytes=spill_bytes, **options)
 
 
 def fingerprint(model: Any) -> str | None:

@@ -12,7 +12,7 @@ from jaxkv._core.config.validation import show
 from jaxkv._files import safetensors
 from jaxkv._files.json_file import read_json
 from jaxkv.models import config_reader
-from jaxkv.models.checkpoint_formats import dequantize
+from jaxkv.models.checkpoint_formats import GIVE_OTHERS, dequantize
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.families.family import read_token_ids
@@ -76,8 +76,7 @@ class FolderCheckpoint:
         """Refuses a folder that states a quantization in hf_quant_config.json: no format stated there is supported."""
         if (kind := self._read_quant_config()) is not None:
             raise ValueError(
-                f"{self.path} is quantised as {show(kind)} by hf_quant_config.json, which is not read: give a folder "
-                "with weights of 16 or 32 bits, in MXFP4, or in blocks of float8."
+                f"{self.path} is quantised as {show(kind)} by hf_quant_config.json, which is not read: {GIVE_OTHERS}."
             )
 
     def _read_quant_config(self) -> Any:
