@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 from cli.test_chat import folder  # noqa: F401
@@ -20,6 +21,7 @@ from nightly import NIGHTLY
 import jaxkv
 import jaxkv.text
 from jaxkv import models
+from jaxkv._cli.http import serve
 from jaxkv._cli.http.openai_format import MOST_LOGPROBS, ChatCompletion, Completion, read_options
 from jaxkv._cli.http.serve import finish, make_app
 
@@ -269,6 +271,24 @@ def test_what_is_compiled_serves_every_number_of_log_probabilities():
         for kind, wanted in ((ChatCompletion, True), (Completion, 0), (Completion, 20))
     ]
     assert asked == [MOST_LOGPROBS] * 3
+
+
+def test_those_programs_are_compiled_before_it_listens(monkeypatch):
+    class Compiled(Exception):
+        pass
+
+    def compile_programs(**asked):
+        raise Compiled(asked)
+
+    engine = types.SimpleNamespace(warmup=compile_programs)
+    monkeypatch.setattr(
+        serve, "open_model", lambda _: types.SimpleNamespace(model=types.SimpleNamespace(max_seq_len=64))
+    )
+    monkeypatch.setattr(jaxkv, "Engine", lambda *_, **__: engine)
+    options = "max_seqs max_seq_len memory block_size max_waiting cache_dtype prefix_disk prefix_disk_bytes"
+    with pytest.raises(Compiled) as told:
+        serve.serve(types.SimpleNamespace(warmup=True, **dict.fromkeys(options.split())))
+    assert told.value.args[0] == {"kinds": ("greedy", "sampled", "filtered"), "logprobs": (MOST_LOGPROBS,)}
 
 
 def test_an_error_names_the_field_that_was_sent(served):
