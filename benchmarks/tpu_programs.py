@@ -6,6 +6,7 @@ With a folder, that of the tpu-inference repository, the kernel is theirs; with 
 many copies in and out a kernel needs, and which operations of the program stand in the branch of a condition.
 """
 
+import functools
 import json
 import re
 import sys
@@ -18,9 +19,8 @@ import numpy as np
 import tpu_batched_peer
 import tpu_peer
 from flax import nnx
-from jax.experimental import pallas as pl, topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tpu_works import CHIPS, FORMS, HEADS, MODELS, WORKS, Work, stand_ins
+from jax.experimental import pallas as pl
+from tpu_works import FORMS, HEADS, MODELS, WORKS, Work, one_chip, stand_ins
 
 import jaxkv
 from jaxkv._core.config.kv_packing import Apart, Nibbles, OneRow, Pairs
@@ -186,14 +186,9 @@ def names_in_branches(program: str) -> list[str]:
 
 
 def main(chip: str, name: str, copies_only: bool, layers: int, folder: str | None = None, *form: str) -> None:
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
-    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
-    whole = NamedSharding(mesh, PartitionSpec())
+    mesh, array = one_chip(chip)
+    array = functools.partial(array, dtype="bfloat16")
     work = WORKS[name]
-
-    def array(*axes, dtype: Any = "bfloat16"):
-        return jax.ShapeDtypeStruct(axes, dtype, sharding=whole)
-
     with jax.set_mesh(mesh):
         if folder is not None:
             (tpu_batched_peer if form else tpu_peer).compile_peer(folder, chip, work, array, *map(int, form))

@@ -16,20 +16,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tpu_peer
 import tpu_states_peer
-from jax.experimental import pallas as pl, topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tpu_works import CHIPS, Scalars
+from jax.experimental import pallas as pl
+from tpu_states import FAMILIES, ROWS
+from tpu_works import Scalars, one_chip
 
 from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.tpu import mixers
 from pallas_kernels.tpu.state_prefill import CHUNK, ChunkScalars
 
-HEADS = 16, 32, 128, 128  # of keys, of values, and their widths: Qwen3-Next's
+HEADS = FAMILIES["Qwen3-Next"][1:]  # of keys, of values, and their widths
 DTYPES = ("bfloat16", "float32")  # of values
-ROWS = 32  # of decode
 PEER = "fused_conv1d_gdn"
 
 
@@ -70,13 +68,7 @@ def compile_chunks(array: Callable[..., Any], tokens: int, dtype: str) -> None:
 
 def compile_step(chip: str, tokens: int, dtype: str, folder: str = "", rows: int = 1) -> None:
     """Compiles ours, or with a folder tpu-inference's, for a chip that is not there."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
-    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
-    whole = NamedSharding(mesh, PartitionSpec())
-
-    def array(*axes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(axes, dtype, sharding=whole)
-
+    mesh, array = one_chip(chip)
     with jax.set_mesh(mesh):
         if folder:
             tpu_states_peer.compile_peer(folder, chip, array, rows, tokens, HEADS)

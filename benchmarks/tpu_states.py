@@ -18,10 +18,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import pallas as pl, topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tpu_works import CHIPS
+from jax.experimental import pallas as pl
+from tpu_works import one_chip
 
 from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.tpu import mixers
@@ -70,14 +68,9 @@ def replace_scalars(copies_only: bool) -> None:
 def compile_step(chip: str, family: str, channels: int, form: str) -> None:
     """Compiles a decode step of one layer, or of its convolution of some channels, in a process of its own, and prints
     nothing of it."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
-    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
-    whole = NamedSharding(mesh, PartitionSpec())
+    mesh, array = one_chip(chip)
     if form in FORMS[:2]:
         replace_scalars(form == "copies")
-
-    def array(*axes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(axes, dtype, sharding=whole)
 
     def token(*axes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
         return array(ROWS, 1, *axes, dtype=dtype)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from tpu_batched_peer import VERSIONS
 from tpu_peer import GENERATION, load
+from tpu_works import Scalars
 
 PACKAGE = "tpu_inference.kernels.gdn"
 MODULES = ("config", "memory_ref", "metadata", "vmem_ldst", "compute_conv1d", "compute_gdn", "wrapper")
@@ -76,26 +77,16 @@ class _Metadata:
             first, last = (lambda p: (p & (chunks - 1)) == 0), (lambda p: (p & (chunks - 1)) == chunks - 1)
 
         return cls(
-            num_tiles=_At(lambda _: jnp.where(again == 0, tiles, 0)),
-            p_id_to_s_idx=_At(lambda at: row(*at)),
-            p_id_to_r_base=_At(lambda at: base(*at)),
-            p_id_to_r_size=_At(lambda at: real.p_id_to_r_size[at] + size),
-            p_id_is_first_tile=_At(lambda at: first(at[0])),
-            p_id_is_last_tile=_At(lambda at: last(at[0])),
-            s_idx_has_initial_state=_At(lambda row: real.s_idx_has_initial_state[row] == 0),
-            s_idx_to_state_indices=_At(lambda row: row + 1),
-            s_idx_to_read_offset=_At(lambda row: real.s_idx_to_read_offset[row]),
+            num_tiles=Scalars(lambda _: jnp.where(again == 0, tiles, 0)),
+            p_id_to_s_idx=Scalars(lambda at: row(*at)),
+            p_id_to_r_base=Scalars(lambda at: base(*at)),
+            p_id_to_r_size=Scalars(lambda at: real.p_id_to_r_size[at] + size),
+            p_id_is_first_tile=Scalars(lambda at: first(at[0]), "bool"),
+            p_id_is_last_tile=Scalars(lambda at: last(at[0]), "bool"),
+            s_idx_has_initial_state=Scalars(lambda row: real.s_idx_has_initial_state[row] == 0, "bool"),
+            s_idx_to_state_indices=Scalars(lambda row: row + 1),
+            s_idx_to_read_offset=Scalars(lambda row: real.s_idx_to_read_offset[row]),
         )
-
-
-class _At:
-    """A function of a place in an array, looked up like one."""
-
-    def __init__(self, function: Any):
-        self.function = function
-
-    def __getitem__(self, at: Any) -> Any:
-        return jnp.asarray(self.function(at))
 
 
 class _Pallas:

@@ -190,6 +190,23 @@ WORKS = {
 }
 
 
+def one_chip(chip: str) -> tuple[Any, Callable[..., Any]]:
+    """Returns the mesh of one chip, which is not there, and what makes the shape of an array on it."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
+    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def array(*axes: int, dtype: Any = "float32") -> Any:
+        return jax.ShapeDtypeStruct(axes, dtype, sharding=whole)
+
+    return mesh, array
+
+
 class Scalars:
     """Stands in for an argument in scalar memory, by arithmetic that the cycle model resolves. What is written to it is
     forgotten."""
