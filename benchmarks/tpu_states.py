@@ -23,6 +23,7 @@ from tpu_works import one_chip
 
 from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.tpu import mixers
+from pallas_kernels.tpu.state_decode import StateItems
 from pallas_kernels.xla.convolution import causal_conv
 
 ROWS = 32
@@ -55,8 +56,8 @@ def replace_scalars(copies_only: bool) -> None:
     def call(body, *arguments, grid_spec, **options):
         (blocks,) = grid_spec.grid
         rows, slots, none = Scalars(0, 1), Scalars(1, 1), Scalars(-1, 0)
-        given = rows, slots, slots, none, Scalars(0, ROWS // blocks), Scalars(ROWS, 0)
-        return pallas_call(lambda *refs: body(*given, *refs[len(given) :]), *arguments, grid_spec=grid_spec, **options)
+        items = StateItems(rows, slots, slots, none, Scalars(0, ROWS // blocks), Scalars(ROWS, 0))
+        return pallas_call(lambda _, *refs: body(items, *refs), *arguments, grid_spec=grid_spec, **options)
 
     pl.pallas_call = call
     if copies_only:
