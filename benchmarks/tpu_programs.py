@@ -74,10 +74,16 @@ class Plan(NamedTuple):
 def replace_scalars(work: Work, plan: Plan, copies_only: bool) -> None:
     """From here on kernels have no arguments in scalar memory; with `copies_only` they compute nothing."""
     scalars = stand_ins(work, plan.block_rows, plan.segment, plan.segments, plan.tile, plan.page)
+    of_prefill = scalars["paged_prefill"]
+    known = {
+        "paged_decode": [decode.DecodeScalars(*scalars["paged_decode"])],
+        "paged_prefill": [prefill.PrefillScalars(*of_prefill[:6], tuple(of_prefill[6:]) or None)],
+        "paged_write": scalars["paged_write"],
+    }
     pallas_call = pl.pallas_call
 
     def with_scalars(body, *args, grid_spec, **kwargs):
-        given = scalars[kwargs["name"]]
+        given = known[kwargs["name"]]
         if kwargs["name"] == "paged_prefill":
             object.__setattr__(grid_spec, "grid", (max(1, work.tokens // plan.tile),))
         return pallas_call(lambda *refs: body(*given, *refs[len(given) :]), *args, grid_spec=grid_spec, **kwargs)
