@@ -14,7 +14,6 @@ from gpu_plans import FORMS, use_form
 from gpu_states import check_states
 
 from pallas_kernels import gpu, testing, xla
-from pallas_kernels.common.quantization import FORMATS
 from pallas_kernels.testing import Case
 
 HUNG = 60  # seconds for one case, its compilation included
@@ -107,7 +106,7 @@ def check_case(case: Case, interpret, kind: str, nth: int) -> dict[str, Any]:
     held, quantised = inputs, {}
     if kind in KINDS:
         name = quantised["kind"] = KINDS[kind][nth % len(KINDS[kind])]
-        inputs, quantised["kv_scale"], held = testing.quantise(case, inputs, name, FORMATS[name].scale_dtype)
+        inputs, quantised["kv_scale"], held = testing.quantise(case, inputs, name)
 
     def attend(*inputs):
         return testing.run(gpu.paged_attention, *inputs, **options, **quantised, return_lse=True, interpret=interpret)

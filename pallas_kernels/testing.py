@@ -110,14 +110,15 @@ def make_inputs(case: Case, seed: int = 0, *, poison: float = np.nan) -> Inputs:
 
 
 def quantise(
-    case: Case, inputs: Inputs, kind: str, scale_dtype: Any = "float32", seed: int = 0
+    case: Case, inputs: Inputs, kind: str, scale_dtype: Any = None, seed: int = 0
 ) -> tuple[Inputs, jax.Array, Inputs]:
-    """The inputs with their pool stored in a kind, its scales, and the inputs with what is stored as float32. Where the
-    pool is NaN there is any number, under a scale that is NaN."""
+    """The inputs with their pool stored in a kind, its scales (by default in the kind's own dtype), and the inputs with
+    what is stored as float32. Where the pool is NaN there is any number, under a scale that is NaN."""
+    scale_dtype = FORMATS[kind].scale_dtype if scale_dtype is None else jnp.dtype(scale_dtype)
     kv = np.asarray(inputs.kv, np.float32)
     unread = np.isnan(kv).all(axis=-1)
     exact = np.where(unread[..., None], 0.0, kv)[..., : case.head_dim]
-    stored, scale, decoded = (np.asarray(x) for x in _round_trip(case, exact, kind, jnp.dtype(scale_dtype)))
+    stored, scale, decoded = (np.asarray(x) for x in _round_trip(case, exact, kind, scale_dtype))
     held = np.where(unread[..., None], np.nan, decoded)
     missing = FORMATS[kind].stored_dim(inputs.kv.shape[-1]) - stored.shape[-1]
     stored = np.pad(stored, [(0, 0)] * 4 + [(0, missing)])

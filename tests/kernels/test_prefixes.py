@@ -177,7 +177,7 @@ def test_one_row_is_in_no_group_and_all_groups_that_there_can_be_are_there():
 @pytest.mark.parametrize("kind", ["int8", "int4"] if NIGHTLY else ["int8"])
 def test_quantised_rows_in_blocks_of_1_and_groups_of_7_with_soft_cap_and_sinks(kind):
     case, inputs = shared_inputs(DECODE, num_heads=14, block_size=1)
-    stored, scale, exact = testing.quantise(case, inputs, kind, "bfloat16" if kind == "int4" else "float32")
+    stored, scale, exact = testing.quantise(case, inputs, kind)
     check(stored, 1, exact, kind=kind, kv_scale=scale, soft_cap=2.0, sinks=normal(1, 14))
 
 

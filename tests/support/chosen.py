@@ -11,7 +11,6 @@ import numpy as np
 import pallas_kernels
 from pallas_kernels import testing
 from pallas_kernels.common.batch import bundle_call
-from pallas_kernels.common.quantization import FORMATS
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.testing import Case
 
@@ -53,9 +52,7 @@ class Chosen:
                 kv[tables[at, place // case.block_size], :, :, place % case.block_size] = np.nan
         held, whole, quantised = inputs._replace(kv=jnp.asarray(kv)), inputs, {}
         if self.kind is not None:
-            held, quantised["kv_scale"], whole = testing.quantise(
-                case, inputs, self.kind, FORMATS[self.kind].scale_dtype
-            )
+            held, quantised["kv_scale"], whole = testing.quantise(case, inputs, self.kind)
             quantised["kind"] = self.kind
         expected, logs = pallas_kernels.paged_attention(
             *whole, **options, mask=jnp.asarray(mask), return_lse=True, implementation="reference"

@@ -7,7 +7,6 @@ import numpy as np
 
 import pallas_kernels
 from pallas_kernels import testing
-from pallas_kernels.common.quantization import FORMATS
 from pallas_kernels.testing import Case
 
 F32 = {"dtype": "float32", "stored_head_dim": 128, "block_size": 128}
@@ -30,7 +29,7 @@ NIBBLE_WRITES = [Case((131, 0, 128), (5, 0, 128), 6, 2, 256, rank=128, packed=Tr
 
 
 def stored(case, kind):
-    inputs, scale, held = testing.quantise(case, testing.make_inputs(case), kind, FORMATS[kind].scale_dtype)
+    inputs, scale, held = testing.quantise(case, testing.make_inputs(case), kind)
     return inputs, scale, held
 
 

@@ -9,7 +9,6 @@ import numpy as np
 from pallas_kernels import testing, xla
 from pallas_kernels.api import cascade
 from pallas_kernels.common.batch import bundle_call
-from pallas_kernels.common.quantization import FORMATS
 from pallas_kernels.common.shared_prefix import Shared
 
 
@@ -47,9 +46,8 @@ def check(backend, run, case, groups, kind=None, writes=False, **options):
     stored, exact = {}, whole
     inputs = spoilt(case, whole, shared)
     if kind is not None:
-        scale_dtype = FORMATS[kind].scale_dtype
-        _, _, exact = testing.quantise(case, whole, kind, scale_dtype)
-        inputs, scale, _ = testing.quantise(case, inputs, kind, scale_dtype)
+        _, _, exact = testing.quantise(case, whole, kind)
+        inputs, scale, _ = testing.quantise(case, inputs, kind)
         stored = {"kv_scale": scale, "kind": kind}
     arguments = inputs._asdict() | testing.make_options(case) | stored | {"shared": jnp.asarray(shared)}
     op = backend.write_and_attend if writes else backend.paged_attention

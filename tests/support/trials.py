@@ -15,7 +15,6 @@ from seen import seen_by
 from pallas_kernels import gpu, testing
 from pallas_kernels.common.batch import bundle_call
 from pallas_kernels.common.masks import WindowMask
-from pallas_kernels.common.quantization import FORMATS
 from pallas_kernels.gpu import tuning, work_items as work
 from pallas_kernels.gpu.tiles import Tile
 from pallas_kernels.testing import Case, Inputs
@@ -94,8 +93,7 @@ class Trial:
         inputs, options = self.inputs()
         held, quantised = inputs, {}
         if self.kind is not None:
-            scale_dtype = FORMATS[self.kind].scale_dtype
-            inputs, scale, held = testing.quantise(self.case, inputs, self.kind, scale_dtype)
+            inputs, scale, held = testing.quantise(self.case, inputs, self.kind)
             quantised = {"kv_scale": scale, "kind": self.kind}
         given = dict(q=inputs.q, kv=inputs.kv, rank=self.case.rank, **quantised)
         assert gpu.unsupported("paged_attention", bundle_call(**given)) is None
