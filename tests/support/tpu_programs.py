@@ -249,22 +249,17 @@ def main(chip, everything=""):
                 "rows that share, latent": ("deepseek-v3", "write_and_attend", (64, 1), {"cascade": True}),
                 "tree, int8": ("llama3-8b", "paged_attention", (ROWS, 8), INT8 | {"tree": True}),
                 "prefill, int8": ("gemma3-1b", "paged_attention", (1, 128), INT8),
-                "chosen tokens": ("llama3-8b", "paged_attention", (ROWS, 1), {"top_k": 2048}),
-                "chosen tokens, int8": ("llama3-8b", "paged_attention", (ROWS, 1), INT8 | {"top_k": 2048}),
-                "chosen tokens, int8, blocks of 32": (
-                    "llama3-8b",
-                    "paged_attention",
-                    (ROWS, 1),
-                    INT8 | {"top_k": 2048, "block_size": 32, "blocks_per_row": 1024},
-                ),
-                "chosen tokens, latent": ("deepseek-v3", "paged_attention", (ROWS, 1), {"top_k": 2048}),
-                "chosen tokens, latent, int8": ("deepseek-v3", "paged_attention", (ROWS, 1), INT8 | {"top_k": 2048}),
-                "chosen tokens, latent, int8, large pool": (
-                    "deepseek-v3",
-                    "paged_attention",
-                    (ROWS, 1),
-                    INT8 | {"top_k": 2048, "blocks_per_row": 2048},
-                ),
+                **{
+                    f"chosen tokens{name}": (shape, "paged_attention", (ROWS, 1), options | {"top_k": 2048})
+                    for name, shape, options in (
+                        ("", "llama3-8b", {}),
+                        (", int8", "llama3-8b", INT8),
+                        (", int8, blocks of 32", "llama3-8b", INT8 | {"block_size": 32, "blocks_per_row": 1024}),
+                        (", latent", "deepseek-v3", {}),
+                        (", latent, int8", "deepseek-v3", INT8),
+                        (", latent, int8, large pool", "deepseek-v3", INT8 | {"blocks_per_row": 2048}),
+                    )
+                },
                 "float32": ("llama3-8b", "write_and_attend", (ROWS, 1), {"dtype": "float32"}),
                 "deterministic": ("llama3-8b", "write_and_attend", (64,), {"deterministic": True}),
                 "decode step of 16 layers": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {"layers": 16}),

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 import sharing
+from gpu_trial import Trial
 from nightly import NIGHTLY
-from trials import Trial
 
 from pallas_kernels import gpu, testing
 from pallas_kernels.common import shared_prefix as prefixes

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from gpu_mistakes import SOURCES, UNSYNCHRONISED, outcome_with, skip_unseen_race, unless_on_a_gpu
+from gpu_trial import SMALL, Trial
 from nightly import NIGHTLY
 from planting import Plant
-from trials import DECODE, SMALL, Trial
+from trials import DECODE
 
 from pallas_kernels import gpu, testing
 from pallas_kernels.common.masks import WindowMask

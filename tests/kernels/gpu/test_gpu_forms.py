@@ -7,9 +7,11 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
 from gpu_plans import FORMS
+from gpu_trial import Trial
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from nightly import NIGHTLY
-from trials import PREFILL, QUANTISED_PREFILL, Trial
+from quantised_trials import QUANTISED_PREFILL
+from trials import PREFILL
 
 from pallas_kernels import gpu, testing
 from pallas_kernels.gpu import prefill

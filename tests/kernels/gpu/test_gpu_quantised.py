@@ -7,7 +7,7 @@ from gpu_mistakes import SOURCES, outcome_with, unless_on_a_gpu
 from nightly import NIGHTLY
 from planting import Plant
 from ptx_emulator import run_inline
-from trials import QUANTISED_DECODE, QUANTISED_PREFILL
+from quantised_trials import QUANTISED_DECODE, QUANTISED_PREFILL
 
 from pallas_kernels import gpu
 from pallas_kernels.common.quantization import FORMATS
