@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from nightly import NIGHTLY
+from nightly import NIGHTLY, skip_by_day
 
 from pallas_kernels.tpu.pages import SPILL_BYTES
 
@@ -21,14 +21,14 @@ pytestmark = [
 
 
 @functools.cache
-def compile_for(*options, script="tpu_programs.py", timeout=270):
+def compile_for(*options, script="tpu_programs.py", timeout=270, parse=json.loads):
     path = os.pathsep.join([str(SUPPORT.parents[1]), SITE])
     done = subprocess.run(
         [sys.executable, SUPPORT / script, *options], env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""},
         capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [parse(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x", "four"] if NIGHTLY else ["v6e", "four"])
@@ -147,3 +147,18 @@ def test_a_cache_over_four_chips():
         if program["plain"]:
             assert program["temp"] == programs[0]["temp"] < 2**20, program
         assert program["temp"] < 2**21, program
+
+
+@skip_by_day("four programs to compile")
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("tpu_programs.py", ("decode 8 x 1024", "0", "1")),
+        ("tpu_programs.py", ("prefill of 1,024 tokens", "0", "1")),
+        ("tpu_states.py", ("Qwen3-Next", "0", "kernel")),
+        ("tpu_state_chunks.py", ("128", "bfloat16")),
+    ],
+)
+def test_what_the_cycle_model_is_asked_about_compiles(script, options):
+    """The benchmarks stand in for the kernels' arguments in scalar memory: they know what those are."""
+    compile_for("v6e", *options, script=SUPPORT.parents[1] / "benchmarks" / script, parse=str)
