@@ -116,7 +116,7 @@ def host_time(scan: Any, steps_per_dispatch: int, rows: int = 8, steps: int = 32
     for _ in range(8):  # compile
         engine.step()
 
-    call, calls = engine._residents.call, [0.0]
+    call, calls = engine._cache_manager.call, [0.0]
 
     def timed(*arguments, **options):
         start = time.thread_time()
@@ -124,7 +124,7 @@ def host_time(scan: Any, steps_per_dispatch: int, rows: int = 8, steps: int = 32
         calls[0] += time.thread_time() - start
         return out
 
-    engine._residents.call = timed  # type: ignore[method-assign]
+    engine._cache_manager.call = timed  # type: ignore[method-assign]
 
     def step() -> tuple[float, float, float]:
         start, thread, calls[0] = time.perf_counter(), time.thread_time(), 0.0

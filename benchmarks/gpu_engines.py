@@ -54,15 +54,15 @@ class Runs:
         """Returns each row's tokens, and of each call of the engine's step in which all rows decode the seconds, and
         those in which its thread waited for the device."""
         waited = [0.0]
-        read = self.engine._pipeline.read
+        read = self.engine._runner.read
 
         def timed() -> Any:
             began = time.perf_counter()
-            jax.block_until_ready(self.engine._pipeline.flights[0].result.numbers)
+            jax.block_until_ready(self.engine._runner.flights[0].result.numbers)
             waited[0] += time.perf_counter() - began
             return read()
 
-        self.engine._pipeline.read = timed  # type: ignore[method-assign]
+        self.engine._runner.read = timed  # type: ignore[method-assign]
         requests, calls = self.fill(), []
         try:
             while not self.engine.is_idle:
@@ -70,7 +70,7 @@ class Runs:
                 count = sum(token is not None for _, token in self.engine.step())
                 calls.append((count, time.perf_counter() - began, waited[0]))
         finally:
-            self.engine._pipeline.read = read  # type: ignore[method-assign]
+            self.engine._runner.read = read  # type: ignore[method-assign]
         steady = [call[1:] for call in calls if call[0] == self.rows * self.steps][2:-1]
         if not steady:
             raise RuntimeError(f"No two calls decode {self.rows} rows: {[count for count, _, _ in calls]}.")
@@ -93,7 +93,7 @@ class Runs:
             "bytes_per_second": num_bytes / step, **({"share": num_bytes / step / read_rate} if read_rate else {}),
             "host_ms": 1e3 * (sum(seconds) - sum(waits)) / len(seconds) / self.steps,
             "slowest_ms": 1e3 * max(seconds) / self.steps, "calls": len(seconds),
-            "first_run_s": compiled, "programs": len(self.engine._pipeline._shapes),
+            "first_run_s": compiled, "programs": len(self.engine._runner._shapes),
             "same_tokens": all(tokens == first for tokens, _, _ in runs), **self.chosen(),
         }  # fmt: skip
 
@@ -126,7 +126,7 @@ class Runs:
         return {
             "tokens": self.sizes.long, "first_token_ms": 1e3 * seconds, "first_run_s": times[0],
             "tflops": 2 * weights * self.sizes.long / seconds / 1e12,  # attention's and the head's are not counted
-            "programs": len(self.engine._pipeline._shapes),
+            "programs": len(self.engine._runner._shapes),
         }  # fmt: skip
 
     def decode_kernels(self) -> dict[str, Any]:

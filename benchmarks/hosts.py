@@ -67,7 +67,7 @@ def measure(process: int, count: int, port: str, rows: int) -> None:
         engine.step()
     for _ in range(BEFORE):  # those that follow have compiled, too
         engine.step()
-    channel = getattr(engine._loop, "channel", None)
+    channel = getattr(engine._core, "channel", None)
     sent = channel and (channel.num_messages, channel.num_bytes)
     clocks = {"host": time.thread_time, "wall": time.perf_counter, "all": time.process_time}
     began = {name: clock() for name, clock in clocks.items()}

@@ -239,7 +239,7 @@ def test_so_is_one_of_an_engine(i, engine):
         with pytest.raises(ValueError) as error:
             call(engine, **{name: value})
         assert_is_a_sentence(error.value, name, value)
-    assert not engine._loop.is_busy and engine.steps == 0
+    assert not engine._core.is_busy and engine.steps == 0
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ def engine(**fields):
 
 
 def emptied(engine):
-    for request in [*engine._loop.open, *(s for r in engine._loop.submitted for s in r.samples)]:
+    for request in [*engine._core.open, *(s for r in engine._core.submitted for s in r.samples)]:
         request.cancel()
     for _ in engine.run():
         pass
@@ -84,7 +84,7 @@ def test_tokens_that_were_not_handed_out_are_handed_out_later(path):
     one = emptied(engine())
     requests = [one.submit([3, 4], 3), one.submit([5], 12)]
     while not requests[0].done:
-        one._loop.advance()
+        one._core.advance()
     one.save(path)
     other, held = emptied(engine(**ROOM, seed=1)), jaxkv.describe(path).lengths
     computed = other.tokens
@@ -116,7 +116,7 @@ def test_a_leader_is_cancelled_while_it_is_saved(path, monkeypatch):
     one, prompt = emptied(engine()), [3, 4] * 8
     several = one.submit(prompt, 3, n=3)
     one.step()  # the prompt takes more than one: the others wait for the first
-    settle = one._loop.settle
+    settle = one._core.settle
 
     def cancelled_meanwhile():
         settle()
@@ -124,7 +124,7 @@ def test_a_leader_is_cancelled_while_it_is_saved(path, monkeypatch):
         thread.start()
         thread.join(0.5)  # it takes itself out of the engine's work when that has ended
 
-    monkeypatch.setattr(one._loop, "settle", cancelled_meanwhile)
+    monkeypatch.setattr(one._core, "settle", cancelled_meanwhile)
     one.save(path)
     monkeypatch.undo()
     emptied(one)
@@ -207,7 +207,7 @@ def test_what_cannot_go_on_is_refused_and_nothing_changes(path):
     def refused(error, message, engine=one):
         with pytest.raises(error, match=message):
             engine.load(path)
-        assert not engine._loop.is_busy and not engine._reader.news
+        assert not engine._core.is_busy and not engine._reader.news
 
     short = engine(**ROOM | {"max_seq_len": 20})
     refused(jaxkv.CacheFileError, "it is to reach 22 tokens, and max_seq_len = 20", short)

@@ -69,7 +69,7 @@ def test_logits_that_leave_no_choice_end_a_request(steps, temperature):
     assert len([next(tokens) for _ in range(4)]) == 4
     with pytest.raises(FloatingPointError, match="Sequence 0 cannot go on: after 5 \\+ 4 tokens"):
         next(tokens)
-    assert not engine._loop.is_busy
+    assert not engine._core.is_busy
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="two engines of a real model to compile")

@@ -150,7 +150,7 @@ def test_a_request_that_cannot_begin_ends_and_the_others_go_on(engine, way):
     requests = [engine.submit(prompt, 4) for prompt in prompts]
     several = engine.submit([9] * 40, 4, n=2)
     errors = []
-    while engine._loop.is_busy:
+    while engine._core.is_busy:
         try:
             list(engine.run()) if way == "run" else engine.step()
         except jaxkv.OutOfBlocks as error:
@@ -172,7 +172,7 @@ def test_a_request_that_cannot_begin_ends_a_stream_with_its_name(engine):
     with pytest.raises(jaxkv.OutOfBlocks, match="There is no room for prompt 1 with 40 tokens"):
         list(engine.stream([[1, 2], [5] * 40], 4))
     engine.prefix.unpin(pinned)
-    assert engine.step() == [] and not engine._loop.is_busy
+    assert engine.step() == [] and not engine._core.is_busy
     engine.reset()
 
 

@@ -198,7 +198,7 @@ def test_leaving_a_stream_early_frees_its_rows(model):
 def test_thousands_of_steps_compile_once_per_shape_and_keep_no_memory(model):
     engine = jaxkv.Engine(model, **SMALL)
     prompts = make_prompts([1 + i % 60 for i in range(160)], seed=1)
-    program = engine._pipeline._program
+    program = engine._runner._program
     before = program._cache_size()
 
     def held_after(steps):

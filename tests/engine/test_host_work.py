@@ -65,7 +65,7 @@ def watch(engine, monkeypatch):
 
     read = prefixes.read_tokens
     monkeypatch.setattr(prefixes, "read_tokens", read_tokens)
-    for sequence in engine._loop.open.values():
+    for sequence in engine._core.open.values():
         sequence.tokens = Watched(sequence.tokens)
     Watched.looked_at = 0
 
@@ -84,7 +84,7 @@ def test_host_work_is_flat_in_the_lengths_of_prompts(monkeypatch):
     another = engine.submit([7] * long, 10)
     for _ in range(3):
         engine.step()
-    scheduler = engine._loop.scheduler
+    scheduler = engine._core.scheduler
     assert len(scheduler.running) == 2 and len(scheduler.waiting) == 2, "they wait for blocks"
     with monkeypatch.context() as patch:
         watch(engine, patch)
@@ -201,11 +201,11 @@ def test_who_shares_nothing_or_is_more_urgent_does_not_wait(engine):
     begin = list(range(33, 65))
     requests = [engine.submit([*begin, i], 2, priority=-i) for i in range(3)] + [engine.submit([9] * 33, 2)]
     engine.step()
-    assert sorted(s.request.number - requests[0].number for s in engine._loop.scheduler.running) == [2, 3]
+    assert sorted(s.request.number - requests[0].number for s in engine._core.scheduler.running) == [2, 3]
     list(engine.run())
     requests = [engine.submit([*begin[::-1], i], 2, salt=f"{i}") for i in range(3)]
     engine.step()
-    assert len(engine._loop.scheduler.running) == 3
+    assert len(engine._core.scheduler.running) == 3
     list(engine.run())
 
 

@@ -68,9 +68,9 @@ def finish_and_check(engine, requests):
         engine.prefix.check_invariants(cache)
     else:
         assert cache.blocks_in_use == 0
-    residents = engine._residents
-    assert sorted(residents._free_rows) == list(range(ROOM["max_seqs"])) and not residents.has_rows_to_free
-    assert not engine._loop.open and not engine._loop.submitted
+    cache_manager = engine._cache_manager
+    assert sorted(cache_manager._free_rows) == list(range(ROOM["max_seqs"])) and not cache_manager.has_rows_to_free
+    assert not engine._core.open and not engine._core.submitted
 
 
 class Engines(dict):
@@ -139,11 +139,11 @@ def test_a_request_that_is_taken_in_is_not_taken_in_again(engines, monkeypatch):
                 raise Cut
             return super().popleft()
 
-    monkeypatch.setattr(engine._loop, "submitted", CutOnce())
+    monkeypatch.setattr(engine._core, "submitted", CutOnce())
     requests = [(engine.submit(p, n), p, n) for p, n in zip(PROMPTS[:2], COUNTS, strict=False)]
     with pytest.raises(Cut):
         engine.step()
-    assert len(engine._loop.submitted) == 2
+    assert len(engine._core.submitted) == 2
     finish_and_check(engine, requests)
 
 
@@ -192,7 +192,7 @@ def test_a_cache_used_up_while_blocks_come_back_from_the_host_is_not_lost(engine
 
     def cut_once(change, *arguments):
         if change.restored and not cuts:
-            cuts.append(engine._residents.is_lost)
+            cuts.append(engine._cache_manager.is_lost)
             raise Cut
         attach(change, *arguments)
 
@@ -212,16 +212,16 @@ def test_a_lost_cache_is_said_and_reset_loses_no_request(engines):
         requests = [(engine.submit(p, n), p, n) for p, n in zip(PROMPTS[:3], COUNTS, strict=False)]
         for _ in range(4):
             engine.step()
-        program = engine._pipeline._program
+        program = engine._runner._program
 
         def failing(*arguments, program=program, **options):
             jax.block_until_ready(program(*arguments, **options))
             raise RuntimeError("the device failed")
 
-        engine._pipeline._program = failing
+        engine._runner._program = failing
         with pytest.raises(RuntimeError, match="the device failed"):
             list(engine.run())
-        engine._pipeline._program = program
+        engine._runner._program = program
         for _ in range(2):
             with pytest.raises(jaxkv.CacheError, match=r"cache was lost .* engine\.reset\(\) starts anew"):
                 engine.step()
@@ -299,7 +299,7 @@ def test_a_cache_of_which_a_step_failed_on_the_device_is_lost(engines, monkeypat
             raise RuntimeError("the device failed")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._pipeline, "_program", failing)
+            patch.setattr(engine._runner, "_program", failing)
             with pytest.raises(RuntimeError, match="the device failed"):
                 engine.step()
             patch.setattr(jax, "block_until_ready", failing)
@@ -364,14 +364,14 @@ def test_a_turn_that_only_its_own_garbage_refers_to_is_over(is_brief, monkeypatc
 
 
 def test_whoever_works_waits_for_a_cancel_of_another_thread(engines, monkeypatch):
-    engine, tidy, is_in = engines["swapped"], engines["swapped"]._loop.tidy, threading.Event()
+    engine, tidy, is_in = engines["swapped"], engines["swapped"]._core.tidy, threading.Event()
 
     def slowly():
         is_in.set()
         time.sleep(1)  # longer than whoever refuses looks again
         tidy()
 
-    monkeypatch.setattr(engine._loop, "tidy", slowly)
+    monkeypatch.setattr(engine._core, "tidy", slowly)
     requests = [(engine.submit(p, n), p, n) for p, n in zip(PROMPTS, COUNTS, strict=True)]
     for _ in range(5):
         engine.step()
@@ -401,7 +401,7 @@ def test_submit_and_cancel_from_any_thread(engines):
     for thread in threads:
         thread.start()
     told = {}
-    while any(thread.is_alive() for thread in threads) or engine._loop.is_busy:
+    while any(thread.is_alive() for thread in threads) or engine._core.is_busy:
         for request, token in engine.step():
             told.setdefault(request, []).append(token)
     stop.set()

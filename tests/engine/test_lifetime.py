@@ -77,10 +77,10 @@ def fail_over_rows():
     def stuck(due):
         raise jaxkv.OutOfBlocks("no room")
 
-    engine._loops[0].end = stuck
+    engine._cores[0].end = stuck
     with contextlib.suppress(jaxkv.OutOfBlocks):
         engine.step()
-    engine._loops[0].end = None  # which names nothing of this frame
+    engine._cores[0].end = None  # which names nothing of this frame
     return requests
 
 
@@ -106,7 +106,7 @@ def interrupt():
     def cut(*_, **__):
         raise KeyboardInterrupt
 
-    engine._pipeline._program = cut
+    engine._runner._program = cut
     with contextlib.suppress(KeyboardInterrupt):
         list(engine.run())
     return requests
@@ -365,21 +365,21 @@ def test_close_waits_for_a_step_of_another_thread(monkeypatch):
         assert not thread.is_alive() and all("is closed" in error for error in errors)
         assert way == "run" or errors
         assert all(request.done for request in requests)
-        assert all(x.is_deleted() for loop in engine._loops for x in loop.residents.device.leaves)
+        assert all(x.is_deleted() for core in engine._cores for x in core.cache_manager.device.leaves)
 
 
 def test_close_from_within_a_step_and_from_a_loop():
     engine = jaxkv.Engine(MODEL, **ROOM)
     engine.submit(PROMPTS[0], 9)
-    begin = engine._loop.begin
+    begin = engine._core.begin
 
     def close_first():
         engine.close()
         return begin()
 
-    engine._loop.begin = close_first
+    engine._core.begin = close_first
     engine.step()  # it ends, then all is given back
-    assert engine.is_closed and not engine._residents.device.leaves
+    assert engine.is_closed and not engine._cache_manager.device.leaves
     engine = jaxkv.Engine(MODEL, **ROOM)
     request = engine.submit(PROMPTS[0], 9)
     for _ in engine.run():

@@ -38,16 +38,16 @@ def finish_and_check(engine, requests):
     finish(engine, requests, WINDOWS)
     prefill = engine._prefill
     assert not prefill._own and not prefill.scheduler.running and not prefill.scheduler.waiting
-    for cache, residents in ((engine.cache, engine._residents), (prefill.residents.cache, prefill.residents)):
-        residents.settle()
-        cache = residents.cache
+    for cache_manager in (engine._cache_manager, prefill.cache_manager):
+        cache_manager.settle()
+        cache = cache_manager.cache
         jaxkv.check_invariants(cache)
         assert (
             cache.is_empty
             and (cache.config.contiguous or not cache.blocks_in_use)
             and not np.asarray(cache.failed).any()
         )
-        assert sorted(residents._free_rows) == list(range(ROOM["max_seqs"]))
+        assert sorted(cache_manager._free_rows) == list(range(ROOM["max_seqs"]))
 
 
 def some(draw, count):
@@ -75,7 +75,8 @@ def test_requests_come_and_go():
     assert stats["sent"] > 20 and stats["set_back"] > 0
     # Nothing but tokens that others had shared, and those of one token, was computed beside decoding rows.
     devices = [
-        {d.id for d in r.cache.pools[0].kv.devices()} for r in (engine()._residents, engine()._prefill.residents)
+        {d.id for d in manager.cache.pools[0].kv.devices()}
+        for manager in (engine()._cache_manager, engine()._prefill.cache_manager)
     ]
     assert devices == [{0}, {1}]
 
@@ -111,16 +112,16 @@ def test_a_prompt_that_is_not_ready_delays_no_decoding_row(monkeypatch):
         def copy_to_host_async(self):
             pass
 
-    send = prefill.pipeline.send
+    send = prefill.runner.send
 
     def sent(*arguments):
         work = send(*arguments)
-        flight = prefill.pipeline.flights.pop()
+        flight = prefill.runner.flights.pop()
         numbers = Never(flight.result.numbers)
-        prefill.pipeline.flights.append(flight._replace(result=flight.result._replace(numbers=numbers)))
+        prefill.runner.flights.append(flight._replace(result=flight.result._replace(numbers=numbers)))
         return work
 
-    monkeypatch.setattr(prefill.pipeline, "send", sent)
+    monkeypatch.setattr(prefill.runner, "send", sent)
     long = engine().submit([9] * 16, 5)
     finish_and_check(engine(), [(first, [3, 4], 14), (long, [9] * 16, 5)])
     assert asked and all(asked)
@@ -140,8 +141,8 @@ def test_a_failure_on_the_way_loses_nothing(monkeypatch):
         return call
 
     prefill = engine()._prefill
-    for name, where in [("_hand_over", prefill), ("_read", prefill), ("send", prefill.pipeline),
-                        ("call", prefill.residents), ("call", engine()._residents)]:  # fmt: skip
+    for name, where in [("_hand_over", prefill), ("_read", prefill), ("send", prefill.runner),
+                        ("call", prefill.cache_manager), ("call", engine()._cache_manager)]:  # fmt: skip
         requests = [(engine().submit(*one), *one) for one in some(draw, 6)]
         with monkeypatch.context() as patch:
             if name == "_hand_over":  # in a function that is bound before
@@ -186,8 +187,8 @@ def test_from_mesh_to_mesh(places):
     decode, prefill = (on(*numbers) for numbers in places)
     engine = jaxkv.Engine(decode, prefill=prefill, **ROOM)
     finish_and_check(engine, [(engine.submit(*one), *one) for one in some(random.Random(3), 8)])
-    for numbers, residents in zip(places, (engine._residents, engine._prefill.residents), strict=True):
-        assert {d.id for d in residents.cache.pools[0].kv.devices()} == set(numbers)
+    for numbers, cache_manager in zip(places, (engine._cache_manager, engine._prefill.cache_manager), strict=True):
+        assert {d.id for d in cache_manager.cache.pools[0].kv.devices()} == set(numbers)
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="each engine has its programs to compile")

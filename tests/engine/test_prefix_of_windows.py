@@ -50,7 +50,7 @@ def test_room_for_a_row_that_comes_back_is_made_group_by_group():
     list(engine.stream([[7, *range(20)]], 3))
     kept = engine.prefix.stats()["blocks"]
     assert kept[0] > 4 and kept[1] > 10
-    engine._residents.make_room([4, 35])
+    engine._cache_manager.make_room([4, 35])
     assert engine.prefix.stats()["blocks"] == [min(kept[0], 8), 5]
 
 

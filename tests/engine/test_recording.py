@@ -62,10 +62,10 @@ def test_an_empty_trace_and_a_file(tmp_path):
 def test_what_an_engine_did():
     engine = jaxkv.Engine(Checksum((None,)), max_seqs=2, max_seq_len=LONGEST, num_blocks=6, block_size=8, swap="always")
     prompts = [[*range(1, 17)], [*range(5, 25)], [3, 1, 4]]
-    advance = engine._loop.advance
+    advance = engine._core.advance
     with record(engine) as trace:
         recorded = [*engine.stream(prompts, max_new_tokens=20)]
-    assert engine._loop.advance == advance
+    assert engine._core.advance == advance
     assert trace.blocks_in_use.max() == 6 and trace.blocks_in_use[-1] == 0
     assert {number for f in trace.frames for number in f.requests.values()} == {0, 1, 2}
     assert any(f.on_host for f in trace.frames) and engine.stats()["swapped_out"]
@@ -74,4 +74,4 @@ def test_what_an_engine_did():
     assert len(trace.frames) == len(data(trace)["frames"])  # the recording is over
     with pytest.raises(ValueError, match="cannot be continued"), record(engine):
         engine.submit([])
-    assert engine._loop.advance == advance
+    assert engine._core.advance == advance

@@ -27,7 +27,7 @@ KNOWN = [[random.Random(i).randrange(VOCAB) for _ in range(30)] for i in range(3
 
 def new_engine(way="computed again", windows=WINDOWS, *, ahead=1, first=0, **options):
     engine = jaxkv.Engine(Checksum(windows), **ROOM | WAYS[way] | options)
-    engine._loop.ahead = ahead
+    engine._core.ahead = ahead
     engine._reader.numbers = Numbers(first)
     return engine
 
@@ -38,7 +38,7 @@ def some_prompt(draw):
 
 def assert_empty(engine):
     jaxkv.check_invariants(engine.cache)
-    assert engine.cache.is_empty and not engine._residents.has_rows_to_free
+    assert engine.cache.is_empty and not engine._cache_manager.has_rows_to_free
     assert engine.prefix or engine.cache.blocks_in_use == 0
 
 
@@ -350,7 +350,7 @@ def test_bad_requests_change_nothing():
                 engine.submit(**{"prompt": [1, 2]} | arguments)
         with pytest.raises(ValueError, match="salt must be a str"):
             engine.stream([[1, 2]], 3, salt=5)
-    assert not engine._loop.is_busy and engine.steps == 0
+    assert not engine._core.is_busy and engine.steps == 0
     request = engine.submit(np.array([1, 2], np.int64), np.int32(4), np.float32(0), eos=np.int64(0), n=np.int8(1))
     list(engine.run())
     assert request.number == 0 and request.tokens == continuation(WINDOWS, [1, 2], 4, 0)

@@ -44,11 +44,11 @@ def engine(fields=OPTIONS):
 
 
 def check_empty(engine):
-    for loop, shard in zip(engine._loops, engine.cache.shards, strict=True):
+    for core, shard in zip(engine._cores, engine.cache.shards, strict=True):
         jaxkv.check_invariants(shard)
         assert not np.asarray(shard.lengths).any() and not np.asarray(shard.failed).any()
-        assert sorted(loop.residents._free_rows) == [0, 1]
-        if loop.residents.prefix is None:
+        assert sorted(core.cache_manager._free_rows) == [0, 1]
+        if core.cache_manager.prefix is None:
             assert not shard.blocks_in_use
 
 
@@ -68,11 +68,11 @@ def test_requests_come_and_go(fields):
         finish(one, requests, WINDOWS)
         check_empty(one)
     stats = one.stats()
-    assert stats["steps"] == sum(loop.pipeline.steps for loop in one._loops) == one.steps
-    assert all(loop.pipeline.steps > 0.3 * one.steps for loop in one._loops)  # both have been at work
+    assert stats["steps"] == sum(core.runner.steps for core in one._cores) == one.steps
+    assert all(core.runner.steps > 0.3 * one.steps for core in one._cores)  # both have been at work
     assert one.config.max_seqs == 4 and one.config.group_blocks[0] == 18 and one.blocks_peak <= 36
-    for i, loop in enumerate(one._loops):  # each on its own device, with nothing to say to the other
-        assert {d.id for x in jax.tree.leaves(loop.residents.cache) for d in x.devices()} == {i}
+    for i, core in enumerate(one._cores):  # each on its own device, with nothing to say to the other
+        assert {d.id for x in jax.tree.leaves(core.cache_manager.cache) for d in x.devices()} == {i}
 
 
 @pytest.mark.parametrize("event", ["line", *["opcode"] * NIGHTLY])
@@ -92,7 +92,7 @@ def test_cut_off_anywhere_it_goes_on(event):
 
 def placed(one):
     """Of how many open requests each device has."""
-    return [len(loop.open) for loop in one._loops]
+    return [len(core.open) for core in one._cores]
 
 
 def test_requests_go_where_most_room_is():
@@ -101,16 +101,16 @@ def test_requests_go_where_most_room_is():
     requests = [one.submit([3] * 20, 4), one.submit([4], 2), one.submit([5], 2)]
     one.step()
     assert placed(one) == [1, 2]  # the long one takes more blocks than both of the others
-    one._loop.submitted.extend(requests)  # as a call leaves them that is cut off at the wrong moment
+    one._core.submitted.extend(requests)  # as a call leaves them that is cut off at the wrong moment
     one.step()
-    assert placed(one) == [1, 2] and not one._loop.submitted
+    assert placed(one) == [1, 2] and not one._core.submitted
     waiting = [one.submit([6] * 20, 14) for _ in range(4)]
     one.step()
     # Who would have to wait is placed where a row becomes free first.
-    assert len(one._loop.submitted) > 0 and max(placed(one)) <= 2
+    assert len(one._core.submitted) > 0 and max(placed(one)) <= 2
     waiting[-1].cancel()
     finish(one, [(r, r.prompt, r.limit) for r in [*requests, *waiting]], WINDOWS)
-    assert waiting[-1].tokens == [] and not one._loop.submitted
+    assert waiting[-1].tokens == [] and not one._core.submitted
     check_empty(one)
 
 
@@ -124,7 +124,7 @@ def test_requests_go_where_their_prompt_is_known():
         one.submit(prompt, 2)
     for _ in one.run():
         pass
-    known = [[loop.residents.prefix.known(prompt) for loop in one._loops] for prompt in prompts]
+    known = [[core.cache_manager.prefix.known(prompt) for core in one._cores] for prompt in prompts]
     assert known == [[16, 0], [0, 16]]
     computed = one.tokens
     several = [one.submit(prompts[1], 3), one.submit([*prompts[1], 7], 3)]
@@ -157,7 +157,7 @@ def test_it_goes_on_on_another_number_of_devices(tmp_path):
         one.save(path)
         held = jaxkv.describe(path).lengths
         loaded = other.load(path)
-        assert len(other._loops) == 1 or all(placed(other)) or len(loaded) < 2  # on each device
+        assert len(other._cores) == 1 or all(placed(other)) or len(loaded) < 2  # on each device
         assert [r.number for r in loaded] == sorted(r.number for r in loaded)
         finish(other, [(r, *wanted[r.number]) for r in loaded], WINDOWS)
         assert sum(held) > 0
@@ -175,7 +175,7 @@ def test_one_that_is_stuck_does_not_stop_the_other(monkeypatch):
         raise jaxkv.OutOfBlocks("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(one._loops[0], "end", stuck)
+        patch.setattr(one._cores[0], "end", stuck)
         for _ in range(5):
             with pytest.raises(jaxkv.OutOfBlocks, match="no room"):
                 one.step()
@@ -187,8 +187,8 @@ def test_one_that_is_stuck_does_not_stop_the_other(monkeypatch):
 def pin_on(one, device, prompt):
     """Keep the blocks of a prompt on one device."""
     request = one.submit(prompt, 1)
-    one._loop.submitted.remove(request)
-    one._loops[device].receive(request)
+    one._core.submitted.remove(request)
+    one._cores[device].receive(request)
     list(one.run())
     assert one.prefix.shards[device].pin(prompt) == len(prompt) - 1
 

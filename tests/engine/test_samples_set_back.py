@@ -32,8 +32,8 @@ def expected(model=MODEL):
 
 def note_swaps(engine):
     """A list of the blocks that come back with each row from the host, in the layer that has most."""
-    moved, residents = [], engine._loops[0].residents
-    residents._swap_in = functools.partial(note_blocks, residents._swap_in, moved)
+    moved, cache_manager = [], engine._cores[0].cache_manager
+    cache_manager._swap_in = functools.partial(note_blocks, cache_manager._swap_in, moved)
     return moved
 
 

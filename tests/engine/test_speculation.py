@@ -51,7 +51,7 @@ def test_an_interrupt_anywhere_in_a_guess_loses_nothing(monkeypatch):
     engine = jaxkv.Engine(Several(WINDOWS), draft=Several(WINDOWS, wrong=3), **TIGHT)
     prompts = [[5, 6, 7], [8] * 9]
     requests = [engine.submit(prompt, 16) for prompt in prompts]
-    drafter, calls = engine._loop.drafter, []
+    drafter, calls = engine._core.drafter, []
 
     def cut_off(method):
         def call(*arguments):

@@ -113,7 +113,7 @@ def test_an_engine_is_saved_with_its_states(tmp_path):
     requests = list(submit_some(engine, random.Random(2), 5))
     for _ in range(4):
         engine.step()
-    assert any(s.cached for s in engine._loop.scheduler.running)
+    assert any(s.cached for s in engine._core.scheduler.running)
     engine.save(path)
     other = jaxkv.Engine(Hybrid(), **TIGHT | {"max_seqs": 2, "block_size": 5, "num_blocks": 10})
     loaded = {request.number: request for request in other.load(path)}

@@ -93,8 +93,8 @@ def test_an_exception_anywhere_loses_nothing(name, event):
         engine.step()
         jaxkv.check_invariants(engine.cache)
         assert engine.cache.is_empty and engine.cache.blocks_in_use == 0
-        residents = engine._residents
-        assert sorted(residents._free_rows) == list(range(TIGHT["max_seqs"])) and not residents.has_rows_to_free
+        cache_manager = engine._cache_manager
+        assert sorted(cache_manager._free_rows) == list(range(TIGHT["max_seqs"])) and not cache_manager.has_rows_to_free
 
     cut_anywhere(work, check, event, 400)
     assert engine.stats()["set_back"] > 0
@@ -104,25 +104,25 @@ def test_what_is_counted_is_what_is_held():
     """The host's count of blocks is the device's, or, where heads compete, no lower; when a step is sent, too."""
     for name, eviction in CASES.items():
         engine = jaxkv.Engine(Tiny(WINDOWS), evict=eviction, **TIGHT | MORE.get(name, {}))
-        holdings, rows = engine._residents.holdings, range(TIGHT["max_seqs"])
+        holdings, rows = engine._cache_manager.holdings, range(TIGHT["max_seqs"])
 
-        def call(*step, engine=engine, call=engine._loop.pipeline._call):
-            assert not engine._residents.has_rows_to_free
+        def call(*step, engine=engine, call=engine._core.runner._call):
+            assert not engine._cache_manager.has_rows_to_free
             return call(*step)
 
-        engine._loop.pipeline._call = call
+        engine._core.runner._call = call
         # The last one ends beside another, and nobody waits.
         for asked in ((1, 15), (14, 15), (22, 15)), ((14, 15), (1, 3)):
             for length, count in asked:
                 engine.submit(list(range(length)), count)
-            while engine._loop.is_busy:
+            while engine._core.is_busy:
                 engine.step()
-                running = {s.row: s for s in engine._loop.scheduler.running}
+                running = {s.row: s for s in engine._core.scheduler.running}
                 counted = [0] * len(holdings.groups)
                 for row in rows:
                     sequence = running.get(row, Sequence([], 0))
                     counted = np.add(counted, holdings.held(sequence.prompt, sequence.cached))
-                if engine._residents.has_rows_to_free:
+                if engine._cache_manager.has_rows_to_free:
                     continue
                 used = [t.num_blocks - int(t.num_free) for t in engine.cache.tables]
                 used = np.array([used[g] for g in holdings.groups])
@@ -132,24 +132,24 @@ def test_what_is_counted_is_what_is_held():
 def test_a_row_comes_back_into_the_blocks_of_one_that_has_ended():
     """They count as free at once, so they must be, though another sequence has that row by then."""
     sizes = dict(max_seqs=2, max_seq_len=30, block_size=3, num_blocks=10)
-    residents = jaxkv.Engine(Tiny((None,)), evict=Eviction("streaming_llm"), swap="always", **sizes)._residents
+    cache_manager = jaxkv.Engine(Tiny((None,)), evict=Eviction("streaming_llm"), swap="always", **sizes)._cache_manager
     first, back, new = (Sequence([0] * 29, 30, prompt=29) for _ in range(3))
 
     def compute(sequence, count):
-        residents.cache = jaxkv.extend(residents.cache, [count * (row == sequence.row) for row in range(2)])
+        cache_manager.cache = jaxkv.extend(cache_manager.cache, [count * (row == sequence.row) for row in range(2)])
         sequence.cached += count
 
     for sequence in (first, back):
-        residents.admit([], sequence)
+        cache_manager.admit([], sequence)
         compute(sequence, 6)
-    residents.set_back(back)
-    residents.settle()
+    cache_manager.set_back(back)
+    cache_manager.settle()
     compute(first, 21)
-    residents.retire(first)
-    residents.admit([], new)
-    residents.admit([new], back)
+    cache_manager.retire(first)
+    cache_manager.admit([], new)
+    cache_manager.admit([new], back)
     assert (new.row, back.row, back.cached) == (0, 1, 6)
-    assert residents.cache.lengths.tolist() == [0, 6] and not residents.cache.failed.any()
+    assert cache_manager.cache.lengths.tolist() == [0, 6] and not cache_manager.cache.failed.any()
 
 
 class Counted:
@@ -327,7 +327,7 @@ def test_queries_are_turned_back_for_scores_that_rotate_them_ahead():
 def test_a_model_of_flax_says_how_its_queries_are_rotated():
     model = jaxkv.models.small()
     engine = jaxkv.Engine(model, max_seqs=1, max_seq_len=64, evict=Eviction("expected_attention", 0.5, queries=8))
-    assert [one.rotate.both for one in engine._pipeline._remembered.asked] == [
+    assert [one.rotate.both for one in engine._runner._remembered.asked] == [
         block.attention.position_fn for block in model.layers
     ]
     with pytest.raises(

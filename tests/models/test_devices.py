@@ -72,9 +72,9 @@ def test_the_same_tokens_with_rows_over_devices(name, sizes):
             pass
         assert [r.tokens for r in requests[-1]] == [row.tokens.tolist() for row in few]
         if used is model:
-            assert engine.steps == sum(loop.pipeline.steps for loop in engine._loops)
-            assert all(loop.pipeline.steps >= len(few[0].tokens) // 2 for loop in engine._loops)
-            held = [{d for x in jax.tree.leaves(loop.cache) for d in x.devices()} for loop in engine._loops]
+            assert engine.steps == sum(core.runner.steps for core in engine._cores)
+            assert all(core.runner.steps >= len(few[0].tokens) // 2 for core in engine._cores)
+            held = [{d for x in jax.tree.leaves(core.cache) for d in x.devices()} for core in engine._cores]
             assert held == [set(row.flat) for row in devices.reshape(2, -1)]
     if len(sizes) == 1:
         assert requests[0][0].logprobs == requests[1][0].logprobs

@@ -132,7 +132,7 @@ MUTANTS = {
     # Prefill apart, checkpoints and processes.
     "a cancelled request keeps its row where prompts are computed": (
         "test_prefill.py::test_requests_come_and_go",
-        Plant("Prefill.drop", "if own.row is not None:\n    self.residents.retire(own)", ""),
+        Plant("Prefill.drop", "if own.row is not None:\n    self.cache_manager.retire(own)", ""),
     ),
     "decoding rows wait for prompts": (
         "test_a_prompt_that_is_not_ready_delays_no_decoding_row",
@@ -152,7 +152,7 @@ MUTANTS = {
     ),
     "what rows held is computed again": (
         "test_tokens_that_were_not_handed_out_are_handed_out_later",
-        Plant("Resumable._read", "file.row(place, self._loops[0].residents.config)", "None"),
+        Plant("Resumable._read", "file.row(place, self._cores[0].cache_manager.config)", "None"),
     ),
     "numbers of requests are given again": (
         "test_it_goes_on_with_the_same_tokens",
@@ -210,23 +210,23 @@ MUTANTS = {
     ),
     "who is known matters not": (
         "test_requests_go_where_their_prompt_is_known",
-        Plant("DataParallelCores._best", "loop.known(sequence)", "0"),
+        Plant("DataParallelCores._best", "core.known(sequence)", "0"),
     ),
     "all are placed at once": (
         "test_requests_go_where_most_room_is",
-        Plant("DataParallelCores._best", "is_anywhere_alike or loop.may_have_room(sequence)", "True"),
+        Plant("DataParallelCores._best", "is_anywhere_alike or core.may_have_room(sequence)", "True"),
     ),
     "a request may be placed twice": (
         "test_requests_go_where_most_room_is",
         Plant(
             "DataParallelCores._place_first",
-            "request.done or any((loop.has(request) for loop in self.loops))",
+            "request.done or any((core.has(request) for core in self.cores))",
             "request.done",
         ),
     ),
     "a request that fits on another device is refused": (
         "test_one_that_cannot_begin_on_one_device_waits_for_the_other",
-        Plant("DataParallelCores._best", "must or not any((loop.open for loop in self.loops))", "True"),
+        Plant("DataParallelCores._best", "must or not any((core.open for core in self.cores))", "True"),
     ),
     "blocks of the second cache are those of the first": (
         "test_each_device_computes_as_if_it_were_alone",

@@ -81,7 +81,7 @@ def await_(condition, seconds=60):
 def finish_and_check(engine, requests):
     finish(engine, requests, WINDOWS)
     assert not engine._prefill._asked and not engine._prefill._held
-    engine._residents.settle()
+    engine._cache_manager.settle()
     jaxkv.check_invariants(engine.cache)
     assert engine.cache.is_empty and not engine.cache.blocks_in_use
 
@@ -148,7 +148,7 @@ def test_what_does_not_fit_there_is_computed_here(monkeypatch):
         assert engine.stats()["sent"] == sent
         refuse_others(address, engine)
         refuse_while_it_serves(there)
-        monkeypatch.setattr(there._pipeline, "send", lambda *_: 1 / 0)  # steps fail there
+        monkeypatch.setattr(there._runner, "send", lambda *_: 1 / 0)  # steps fail there
         finish_and_check(engine, submit(engine, draw, 3))
     await_(lambda: engine._prefill._link.session is None)
     finish_and_check(engine, submit(engine, draw, 4))

@@ -86,8 +86,8 @@ def lead(engine, path, requests, saved_every):
             say("saved", steps)
     say("steps", steps)
     say("milliseconds", 1e3 * seconds / max(steps, 1))
-    if hasattr(engine._loop, "channel"):
-        say("bytes", engine._loop.channel.num_bytes / engine._loop.channel.num_messages)
+    if hasattr(engine._core, "channel"):
+        say("bytes", engine._core.channel.num_bytes / engine._core.channel.num_messages)
     say("stats", json.dumps({k: v for k, v in engine.stats().items() if isinstance(v, int)}))
     engine.close()
     say("ended")
@@ -95,10 +95,10 @@ def lead(engine, path, requests, saved_every):
 
 def list_moves(engine):
     """The collectives of a decode step of an engine, as XLA compiles it."""
-    pipeline, residents = engine._loops[0].pipeline, engine._loops[0].residents
-    rows = pipeline._rows(None)
-    program = pipeline._program.lower(
-        residents.device.leaves, pipeline.leaves, pipeline._memory, rows, None, None, variant=StepVariant("greedy", 0)
+    runner, cache_manager = engine._cores[0].runner, engine._cores[0].cache_manager
+    rows = runner._rows(None)
+    program = runner._program.lower(
+        cache_manager.device.leaves, runner.leaves, runner._memory, rows, None, None, variant=StepVariant("greedy", 0)
     )
     return sorted(re.findall(MOVES, program.compile().as_text()))
 

@@ -159,7 +159,7 @@ class Run:
     def go(self) -> None:
         for _ in range(self.draw.randint(5, 25)):
             self.act()
-        while self.engine._loop.is_busy:
+        while self.engine._core.is_busy:
             self.step()
             assert self.steps < MOST_STEPS, "it stands still"
         self.step()
@@ -223,14 +223,14 @@ class Run:
                     assert sample.tokens == tokens, (sample, sample.tokens, tokens)
         while self.pins:
             self.unpin()
-        for loop in self.engine._loops:
-            jaxkv.check_invariants(loop.cache)
-            assert loop.cache.is_empty and not loop.open
-            assert not (loop.scheduler.waiting or loop.scheduler.running)
-            if loop.residents.prefix is not None:
-                loop.residents.prefix.check_invariants(loop.cache)
+        for core in self.engine._cores:
+            jaxkv.check_invariants(core.cache)
+            assert core.cache.is_empty and not core.open
+            assert not (core.scheduler.waiting or core.scheduler.running)
+            if core.cache_manager.prefix is not None:
+                core.cache_manager.prefix.check_invariants(core.cache)
             else:
-                assert not loop.cache.blocks_in_use
+                assert not core.cache.blocks_in_use
 
 
 def main(first: int, count: int) -> None:

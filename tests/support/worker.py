@@ -115,7 +115,7 @@ def serve_together(mesh, folder, process):
     requests[1].cancel()
     say("cancelled", requests[1].ended)
     requests[1] = engine.submit(PROMPTS[1], 12)
-    channel, sent = engine._loop.channel, engine._loop.channel.num_bytes
+    channel, sent = engine._core.channel, engine._core.channel.num_bytes
     engine.step()
     say("bytes", channel.num_bytes - sent)
     for _ in engine.run():
@@ -165,7 +165,7 @@ def served(folder, process):
     model, devices = placed(Checksum((None,))), np.array(jax.devices())
     engine = jaxkv.Engine(model(Mesh(devices, ("data",))), **ENGINE)
     held = {d.id for x in jax.tree.leaves(engine.cache) for d in x.devices()}
-    say("engine", [len(engine._loops), held == {d.id for d in jax.local_devices()}])
+    say("engine", [len(engine._cores), held == {d.id for d in jax.local_devices()}])
     requests = [engine.submit([process, *prompt], 12) for prompt in PROMPTS]
     for _ in range(5):
         engine.step()

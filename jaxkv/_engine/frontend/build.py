@@ -1,4 +1,4 @@
-"""Makes an engine's loop from its options, or one per device of the mesh axis that rows are divided over."""
+"""Makes an engine's core from its options, or one per device of the mesh axis that rows are divided over."""
 
 import dataclasses
 import inspect
@@ -57,7 +57,7 @@ def read_deterministic(deterministic: Any, *models: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoreOptions:
-    """How an engine's loops work: options of `Engine`, read and equal in all loops; bytes are of all loops together."""
+    """How an engine's cores work: options of `Engine`, read and equal in all cores; bytes are of all cores together."""
 
     step_tokens: int
     long_prefill_tokens: int | None
@@ -80,7 +80,7 @@ class CoreOptions:
 def make_cores(
     models: list[Any], config: CacheConfig, options: CoreOptions, *, draft: Any, prefill: Any
 ) -> list[EngineCore]:
-    """Makes a loop for each shard of a model; `config` is that of each shard's cache. Raises ValueError."""
+    """Makes a core for each shard of a model; `config` is that of each shard's cache. Raises ValueError."""
     count, disk, snapshot_bytes = len(models), options.disk, options.snapshot_bytes
     if snapshot_bytes is not None:
         snapshot_bytes = real("snapshot_bytes", snapshot_bytes, least=0) / count
@@ -88,13 +88,13 @@ def make_cores(
     drafts, prefills = _parts("draft", draft, count), _parts("prefill", prefill, count)
     guesses, deterministic = (options.draft_tokens, options.draft_branches), options.deterministic
     sizes = (options.step_tokens, options.long_prefill_tokens)
-    loops = []
+    cores = []
     for model, own_draft, own_prefill in zip(models, drafts, prefills, strict=True):
         own_prefix = make_prefix(
             model, config, options.prefix_cache, spill_bytes, disk, options.disk_bytes, snapshot_bytes
         )
         disk = None if own_prefix is None else own_prefix.files  # one folder, whose index all of them share
-        residents = CacheManager(
+        cache_manager = CacheManager(
             config,
             model,
             prefix=own_prefix,
@@ -102,17 +102,17 @@ def make_cores(
             host_bandwidth=options.host_bandwidth,
             eviction=options.evict,
         )
-        pipeline = ModelRunner(
-            model, residents, options.hook, options.step_tokens, *guesses, options.hook_args, deterministic
+        runner = ModelRunner(
+            model, cache_manager, options.hook, options.step_tokens, *guesses, options.hook_args, deterministic
         )
         drafter = make_drafter(own_draft, config, options.step_tokens, *guesses)
         apart: Prefill | RemotePrefill | None = None
         if isinstance(own_prefill, str):
             apart = RemotePrefill(own_prefill, config, fingerprint(model))
         elif own_prefill is not None:
-            apart = Prefill(own_prefill, config, *sizes, residents, deterministic)
-        loops.append(EngineCore(residents, pipeline, *sizes, options.steps_per_dispatch, drafter, apart))
-    return loops
+            apart = Prefill(own_prefill, config, *sizes, cache_manager, deterministic)
+        cores.append(EngineCore(cache_manager, runner, *sizes, options.steps_per_dispatch, drafter, apart))
+    return cores
 
 
 def _parts(name: str, model: Any, count: int) -> list[Any]:

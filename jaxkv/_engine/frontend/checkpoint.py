@@ -29,8 +29,8 @@ class Resumable:
     """An engine's `save` and `load`."""
 
     config: CacheConfig
-    _loop: EngineCore | DataParallelCores | LockstepCores
-    _loops: list[EngineCore]
+    _core: EngineCore | DataParallelCores | LockstepCores
+    _cores: list[EngineCore]
     _reader: RequestReader
     _exclusive: Any
 
@@ -52,32 +52,32 @@ class Resumable:
         (True, True)
         """
         with self._exclusive():
-            if self._loops[0].residents.eviction is not None:
+            if self._cores[0].cache_manager.eviction is not None:
                 raise ValueError(
                     "Engine.save takes no engine with evict= yet, for the queries that scores ask for would have to be "
                     "saved, too: let it end its requests first."
                 )
-            self._loop.settle()
-            # Of several loops, one behind the other.
-            running = [(i, s) for i, loop in enumerate(self._loops) for s in loop.scheduler.running if s.cached]
-            number = self._loops[0].residents.config.max_seqs
+            self._core.settle()
+            # Of several cores, one behind the other.
+            running = [(i, s) for i, core in enumerate(self._cores) for s in core.scheduler.running if s.cached]
+            number = self._cores[0].cache_manager.config.max_seqs
             rows = {s: i * number + s.row for i, s in running if s.row is not None}
             places = {sequence: place for place, sequence in enumerate(rows)}
-            open_ = {request.origin: s for loop in self._loops for request, s in loop.open.items()}
+            open_ = {request.origin: s for core in self._cores for request, s in core.open.items()}
             for request in open_:
                 if any(isinstance(stops, TextStops) for stops in request.search.stops):
                     raise ValueError(
                         f"Request {request.number} was submitted with a tokenizer, which no file holds: let it end, or "
                         "cancel it, before the engine is saved."
                     )
-            if len(self._loops) > 1:
+            if len(self._cores) > 1:
                 open_ = dict(sorted(open_.items(), key=lambda item: item[0].number))  # in the order of submission
             leaders = {f.request.origin: r.number for r, s in open_.items() for f in s.followers}
             told = [r for r in self._reader.news if r not in open_ and r.has_news]
             entries = [self._render(r, None, None) for r in told]
             entries += [self._render(r, places.get(s), leaders.get(r)) for r, s in open_.items()]
             state = {"version": VERSION, "next": self._reader.numbers.next, "requests": entries}
-            self._loop.save(path, list(rows.values()), self._model, {KEY: state})
+            self._core.save(path, list(rows.values()), self._model, {KEY: state})
 
     def load(self, path: str | os.PathLike) -> list[Request]:
         """Resumes the requests that `save` of an engine wrote, with the same tokens.
@@ -95,7 +95,7 @@ class Resumable:
           ValueError: this engine has requests that are not done. The engine is unchanged then.
         """
         with self._exclusive():
-            if self._loop.is_busy:
+            if self._core.is_busy:
                 raise ValueError("load is for an engine without requests: let its own end first, or make another one.")
             file = SavedRows(path)
             if KEY not in file.saved.metadata:
@@ -117,7 +117,7 @@ class Resumable:
             for request in requests:
                 if why := self._problem(request):
                     raise CacheFileError(f"Request {request.number} of {path} cannot go on here: {why}.")
-            self._loop.adopt(sequences)
+            self._core.adopt(sequences)
             self._reader.news |= dict.fromkeys(requests)
             self._reader.numbers = Numbers(max(first, self._reader.numbers.next))
             return requests
@@ -148,7 +148,7 @@ class Resumable:
                     held = file.saved.lengths[integer("row", place, least=0)]
                     if not 0 < held < len(sequence.tokens):
                         raise ValueError(f"a row holds {held} tokens of {len(sequence.tokens)}")
-                    sequence.host = file.row(place, self._loops[0].residents.config)
+                    sequence.host = file.row(place, self._cores[0].cache_manager.config)
                     sequence.num_hosted = held
                 if entry["leader"] is not None:
                     leaders.append((sequence, entry["leader"]))
@@ -181,7 +181,7 @@ class Resumable:
 
     @functools.cached_property  # the engine's parameters stay as they are
     def _model(self) -> str | None:
-        return self._loop.name_model()
+        return self._core.name_model()
 
 
 class _Wrong(Exception):

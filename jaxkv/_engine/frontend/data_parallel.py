@@ -1,4 +1,4 @@
-"""Data-parallel rows over the devices of a mesh axis: a loop and a cache for each, and the placement of requests.
+"""Data-parallel rows over the devices of a mesh axis: a core and a cache for each, and the placement of requests.
 
 Each device runs its own steps, without communication: its results equal to the bit those of a lone device, and a long
 prompt on one device delays no row of another. A request stays where it was placed: where a prefix cache has most of it,
@@ -27,10 +27,10 @@ from jaxkv._files.save_rows import save
 
 
 class DataParallelCores:
-    """Several loops with the interface of one, for an `Engine`."""
+    """Several cores with the interface of one, for an `Engine`."""
 
-    def __init__(self, loops: list[EngineCore], model: Any, config: CacheConfig):
-        self.loops, self.config = loops, config
+    def __init__(self, cores: list[EngineCore], model: Any, config: CacheConfig):
+        self.cores, self.config = cores, config
         self.mesh = find_mesh(model, AXIS)
         self.submitted: collections.deque[Request] = collections.deque()  # requests not placed yet
         self._sequences: dict[Request, Sequence] = {}  # the sequences of requests considered so far
@@ -39,14 +39,14 @@ class DataParallelCores:
     @property
     def is_busy(self) -> bool:
         """Tells whether there is work left."""
-        return bool(self.submitted) or any(loop.is_busy for loop in self.loops)
+        return bool(self.submitted) or any(core.is_busy for core in self.cores)
 
     @property
     def cache(self) -> RowShards:
         """The caches of all devices as one."""
         assert self.mesh is not None
         specs = partition_specs(self.config, self.mesh, context=context_axis(self.mesh), rows=AXIS)
-        return join_caches([loop.cache for loop in self.loops], specs, self.mesh)
+        return join_caches([core.cache for core in self.cores], specs, self.mesh)
 
     def advance(self) -> None:
         """Sends a step to each device that has work, then reads the steps before."""
@@ -56,14 +56,14 @@ class DataParallelCores:
             self.refuse_step()
             self._place()
             begun = []
-            for loop in [loop for loop in self.loops if loop.is_busy]:
+            for core in [core for core in self.cores if core.is_busy]:
                 try:
-                    begun.append((loop, loop.begin()))
+                    begun.append((core, core.begin()))
                 except Exception as error:  # the others go on
                     failed = error
-            for loop, due in begun:
+            for core, due in begun:
                 try:
-                    loop.end(due)
+                    core.end(due)
                 except Exception as error:
                     failed = error
             if failed is not None:
@@ -76,30 +76,30 @@ class DataParallelCores:
         """Marks requests for removal by the next thread that runs the engine; with an error, as failed."""
         for request in requests:
             if request.withdraw(error):
-                for loop in self.loops:
-                    loop.cancelled.append(request)
+                for core in self.cores:
+                    core.cancelled.append(request)
 
     def tidy(self) -> None:
         """Removes cancelled requests."""
-        for loop in self.loops:
-            loop.tidy()
+        for core in self.cores:
+            core.tidy()
 
     def settle(self) -> None:
         """Reads all in-flight steps and places all submitted requests."""
         self._place(must=True)
-        for loop in self.loops:
-            loop.settle()
+        for core in self.cores:
+            core.settle()
 
     def adopt(self, sequences: list[Sequence]) -> None:
         """Adopts sequences of another process, balanced by their tokens."""
         followers = {id(follower) for sequence in sequences for follower in sequence.followers}
-        shares: list[list[Sequence]] = [[] for _ in self.loops]
+        shares: list[list[Sequence]] = [[] for _ in self.cores]
         for sequence in sequences:
             if id(sequence) not in followers:
                 least = min(shares, key=lambda share: sum(s.limit for s in share))
                 least += [sequence, *sequence.followers]
-        for loop, share in zip(self.loops, shares, strict=True):
-            loop.adopt(share)
+        for core, share in zip(self.cores, shares, strict=True):
+            core.adopt(share)
 
     def save(self, path: Any, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
         """Writes rows of the caches, numbered one cache after another, to a file, as `jaxkv.save`."""
@@ -107,35 +107,35 @@ class DataParallelCores:
 
     def name_model(self) -> str | None:
         """Returns a fingerprint of the model. Raises RuntimeError if its parameters are gone."""
-        return self.loops[0].name_model()
+        return self.cores[0].name_model()
 
     def refuse_step(self) -> None:
         """Raises RuntimeError if no step can be taken now."""
-        for loop in self.loops:
-            loop.refuse_step()
+        for core in self.cores:
+            core.refuse_step()
 
     def reset(self) -> None:
         """Starts again with empty caches."""
-        for loop in self.loops:
-            loop.reset()
+        for core in self.cores:
+            core.reset()
 
     def close(self) -> None:
         """Frees the memory on all devices."""
         for sample in (sample for request in self.submitted for sample in request.samples):
             sample.withdraw()
         self.submitted.clear()
-        for loop in self.loops:
-            loop.close()
+        for core in self.cores:
+            core.close()
 
     def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...]) -> list[Callable[[], Any]]:
         """Returns functions that compile all programs when called in order, for all devices together."""
-        each = [loop.warm(kinds, counts) for loop in self.loops]
+        each = [core.warm(kinds, counts) for core in self.cores]
         return [functools.partial(_call_together, calls) for calls in zip(*each, strict=True)]
 
     def _place(self, must: bool = False) -> None:
-        """Gives requests to loops, in order, while there is room; with `must`, all of them."""
-        for loop in self.loops:
-            loop.make_sound()
+        """Gives requests to cores, in order, while there is room; with `must`, all of them."""
+        for core in self.cores:
+            core.make_sound()
         while self._place_first(must):
             pass
 
@@ -146,7 +146,7 @@ class DataParallelCores:
         count = len(self.submitted) if must else LOOK_AHEAD
         for request in heapq.nsmallest(count, list(self.submitted), key=lambda r: r.params.priority):  # the earliest
             # An interrupted call may have left a request that is placed already.
-            if request.done or any(loop.has(request) for loop in self.loops):
+            if request.done or any(core.has(request) for core in self.cores):
                 self._forget(request)
             elif (best := self._best(request, must)) is not None:
                 best.receive(request)
@@ -161,16 +161,16 @@ class DataParallelCores:
         return was_one_placed
 
     def _best(self, request: Request, must: bool) -> EngineCore | None:
-        """Returns the loop for a request: of those with room, the one that has most of it, else most room."""
+        """Returns the core for a request: of those with room, the one that has most of it, else most room."""
         if request not in self._sequences:
             self._sequences[request] = make_sequence(request)
         sequence = self._sequences[request]
-        spare = {loop: loop.spare(sequence) for loop in self.loops}
-        found = [loop for loop, (has_room, _) in spare.items() if has_room]
+        spare = {core: core.spare(sequence) for core in self.cores}
+        found = [core for core, (has_room, _) in spare.items() if has_room]
         if not found:
-            is_anywhere_alike = must or not any(loop.open for loop in self.loops)  # no room will be freed
-            found = [loop for loop in self.loops if is_anywhere_alike or loop.may_have_room(sequence)]
-        return max(found, key=lambda loop: (loop.known(sequence), spare[loop]), default=None)
+            is_anywhere_alike = must or not any(core.open for core in self.cores)  # no room will be freed
+            found = [core for core in self.cores if is_anywhere_alike or core.may_have_room(sequence)]
+        return max(found, key=lambda core: (core.known(sequence), spare[core]), default=None)
 
     def _forget(self, request: Request) -> None:
         self.submitted.remove(request)

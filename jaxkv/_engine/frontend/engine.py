@@ -200,19 +200,19 @@ class Engine(Closable, Servable, Resumable, Updatable):
             disk_bytes=disk_bytes,
             snapshot_bytes=snapshot_bytes,
         )
-        self._loops = make_cores(models, config, options, draft=draft, prefill=prefill)
-        self._loop = DataParallelCores(self._loops, model, self.config) if len(models) > 1 else self._loops[0]
+        self._cores = make_cores(models, config, options, draft=draft, prefill=prefill)
+        self._core = DataParallelCores(self._cores, model, self.config) if len(models) > 1 else self._cores[0]
         self._turn, outer_args = EngineLock(), hook_args  # of the requests that are submitted
         if processes:
             numbers: list[Any] = [step_tokens, long_prefill_tokens, steps_per_dispatch, seed, prefix_cache, spill_bytes]
             others = [snapshot_bytes, swap, host_bandwidth, guesses, draft == "ngram", deterministic]
             said = repr([*numbers, *others, evict and evict.plain_fields, logits_hook is not None])
             outer_args = HookArgs()
-            self._loop = LockstepCores(self._loop, self._loops, processes, said, hook_args, outer_args)
-            self._turn.refuse = self._loop.refuse_follower
-        self.prefix = share_prefix(self._loop, join_prefixes([loop.residents.prefix for loop in self._loops]))
-        first = self._loops[0]  # all of them have the same options
-        self._residents, self._pipeline, self._prefill = first.residents, first.pipeline, first.prefill
+            self._core = LockstepCores(self._core, self._cores, processes, said, hook_args, outer_args)
+            self._turn.refuse = self._core.refuse_follower
+        self.prefix = share_prefix(self._core, join_prefixes([core.cache_manager.prefix for core in self._cores]))
+        first = self._cores[0]  # all of them have the same options
+        self._cache_manager, self._runner, self._prefill = first.cache_manager, first.runner, first.prefill
         self._remember_given(model)
         self._reader = RequestReader(
             self,
@@ -220,7 +220,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
             hook_args=outer_args,
             has_hook=logits_hook is not None,
             is_apart=prefill is not None,
-            holdings=self._residents.holdings,
+            holdings=self._cache_manager.holdings,
             takes_adapters=logits_hook is not None or takes(model, ADAPTERS_ARGUMENT),
             most_tokens=count_most_tokens(config, keeps_tokens=any(x is not None for x in keepers)),
         )
@@ -231,28 +231,28 @@ class Engine(Closable, Servable, Resumable, Updatable):
     def cache(self) -> Any:
         """The current cache, a `RowShards` if rows are divided; rows are empty when no request is running."""
         with self._exclusive(is_brief=True):
-            return self._loop.cache
+            return self._core.cache
 
     @property
     def steps(self) -> int:
         """Steps computed so far on all devices, those of disaggregated prefill not counted."""
-        return metrics.steps(self._loops)
+        return metrics.steps(self._cores)
 
     @property
     def tokens(self) -> int:
         """Tokens computed so far."""
-        return metrics.tokens(self._loops)
+        return metrics.tokens(self._cores)
 
     @property
     def set_back(self) -> int:
         """Preemptions so far, because blocks ran out."""
-        return metrics.set_back(self._loops)
+        return metrics.set_back(self._cores)
 
     @property
     def blocks_peak(self) -> int:
         """The peak number of blocks in use; where rows are divided, of each device."""
         with self._exclusive(is_brief=True):
-            return metrics.blocks_peak(self._loops)
+            return metrics.blocks_peak(self._cores)
 
     def stats(self) -> dict[str, Any]:
         """Returns what there is to do, and counters of the work so far, as plain numbers; from any thread.
@@ -262,7 +262,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         with a prefix cache also its `PrefixCache.stats`. docs/serving.md says each key's meaning.
         """
         with self._exclusive(is_brief=True):
-            found = metrics.collect(self._loops) | {"waiting": self.num_waiting} | self._latencies.stats()
+            found = metrics.collect(self._cores) | {"waiting": self.num_waiting} | self._latencies.stats()
             return found | (self.prefix.stats() if self.prefix else {})
 
     def metrics_text(self) -> str:
@@ -275,8 +275,8 @@ class Engine(Closable, Servable, Resumable, Updatable):
     def __repr__(self) -> str:
         if self.is_closed:
             return "Engine(closed)"
-        rows, running = self.config.max_seqs, sum(len(loop.scheduler.running) for loop in self._loops)
-        free, blocks = map(sum, zip(*(loop.residents.scarcest_room for loop in self._loops), strict=True))
+        rows, running = self.config.max_seqs, sum(len(core.scheduler.running) for core in self._cores)
+        free, blocks = map(sum, zip(*(core.cache_manager.scarcest_room for core in self._cores), strict=True))
         served = ", served" if self.is_served else ""
         return (
             f"Engine({running} of {rows} rows running, {self.num_waiting} waiting, {free} of {blocks} blocks "
@@ -291,7 +291,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
     @property
     def is_idle(self) -> bool:
         """Tells whether no work is left: `run` would end at once, and `step` return nothing."""
-        return self.is_closed or not (self._loop.is_busy or self._reader.news)
+        return self.is_closed or not (self._core.is_busy or self._reader.news)
 
     # Requests.
 
@@ -373,9 +373,9 @@ class Engine(Closable, Servable, Resumable, Updatable):
         )
         self._refuse_full(len(samples))
         request = self._reader.make(prompt, limit, samples)
-        if not self._loop.is_busy:
+        if not self._core.is_busy:
             self._warn_of_other_weights()
-        self._loop.submitted.append(request)
+        self._core.submitted.append(request)
         self._wake()
         self._turn.refuse_closed()  # another thread may have closed it meanwhile
         return request
@@ -401,7 +401,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         """
         self._refuse_served("step")
         with self._exclusive():
-            if self._loop.is_busy:
+            if self._core.is_busy:
                 self._advance()
             raise_refusal(self._reader.news)
             return list(collect_tokens(self._reader.news))
@@ -418,7 +418,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
             self._turn.refuse_closed()
             yield from collect_tokens(self._reader.news)
             while not self.is_idle:
-                if self._loop.is_busy:
+                if self._core.is_busy:
                     with self._compute():
                         self._advance()
                 yield from collect_tokens(self._reader.news)
@@ -426,7 +426,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
     def reset(self) -> None:
         """Empties the cache and the prefix cache. Requests that are not done go on from their tokens."""
         with self._exclusive():
-            self._loop.reset()
+            self._core.reset()
 
     def warmup(
         self, *, kinds: Iterable[Kind] = KINDS, logprobs: Iterable[int | None] = (None,), progress: bool = True
@@ -445,7 +445,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         counts = tuple({count_likeliest(self._reader.read_logprobs(n)): None for n in wanted_logprobs})
         wanted = read_kinds(kinds)
         with self._exclusive():
-            call_all(self._loop.warm(wanted, counts), progress)
+            call_all(self._core.warm(wanted, counts), progress)
 
     def stream(
         self,
@@ -500,27 +500,27 @@ class Engine(Closable, Servable, Resumable, Updatable):
           ValueError: not a list of tokens; an engine with `evict=`, whose rows see only the tokens kept in its cache;
             an engine over several processes, if there are `hook_args` here or in a request that came before.
         """
-        if (eviction := self._residents.eviction) is not None:
+        if (eviction := self._cache_manager.eviction) is not None:
             kept = f"what {eviction.name} has kept in one"
             raise ValueError(
                 f"recompute has no cache, and outputs here follow from {kept}: ask an Engine without evict."
             )
         choice = SamplingParams.read(temperature, top_k, top_p, min_p, self.seed if seed is None else seed)
         self._turn.refuse_closed()
-        self._pipeline.refuse_donated()
-        parts, tokens = self._pipeline, read_prompt([*read_list("prompt", prompt), *read_list("output", output)])
+        self._runner.refuse_donated()
+        runner, tokens = self._runner, read_prompt([*read_list("prompt", prompt), *read_list("output", output)])
         if isinstance(tokens, str) or not len(prompt):
             raise ValueError("The prompt and the output must be lists of token ids, and the prompt not empty.")
         if hook_args is not None or self._reader.hook_args.form is not None:
             self._refuse_lockstep("recompute where requests have hook_args")
         own = self._reader.read_adapter(adapter), self._reader.read_hook_args(hook_args), self._reader.hook_args
         column, form = column_of(choice, index, len(prompt), *own)
-        if isinstance(self._loop, LockstepCores):
+        if isinstance(self._core, LockstepCores):
             with self._exclusive(is_brief=True):
-                chosen = self._loop.recompute(tokens, column.tolist(), choice.kind)
+                chosen = self._core.recompute(tokens, column.tolist(), choice.kind)
         else:
             chosen = recompute(
-                parts.structure, parts.leaves, parts.hook, self.config.max_seq_len, tokens, column, choice.kind, form
+                runner.structure, runner.leaves, runner.hook, self.config.max_seq_len, tokens, column, choice.kind, form
             )
         return chosen[len(prompt) - 1 : len(tokens) - 1]
 
@@ -531,11 +531,11 @@ class Engine(Closable, Servable, Resumable, Updatable):
         self._refuse_served("stream")
         with self._turn.hold():
             try:
-                self._loop.submitted.extend(map(Request.several, prompts))
+                self._core.submitted.extend(map(Request.several, prompts))
                 left = set(requests)
                 while left:
                     with self._compute():
-                        self._loop.advance()
+                        self._core.advance()
                     failed = [request for request in news if request.error]
                     for request, token in collect_tokens(news):
                         if token is None:

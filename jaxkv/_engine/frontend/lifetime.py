@@ -20,8 +20,8 @@ class Closable:
     without the garbage collector.
     """
 
-    _loop: EngineCore | DataParallelCores | LockstepCores
-    _loops: list[EngineCore]
+    _core: EngineCore | DataParallelCores | LockstepCores
+    _cores: list[EngineCore]
     _turn: EngineLock
     _wake: Callable[[], None]
     _wake_all: Callable[[], None]
@@ -72,16 +72,16 @@ class Closable:
     def _follow_to_end(self) -> list[Request]:
         """Does `follow`, and returns the samples of all requests of the first process, as they ended."""
         self._follow(keep=True)
-        return self._loop.made or []  # type: ignore[union-attr]
+        return self._core.made or []  # type: ignore[union-attr]
 
     def _follow(self, *, keep: bool = False, until_release: bool = False) -> bool:
-        if not isinstance(self._loop, LockstepCores):
+        if not isinstance(self._core, LockstepCores):
             raise RuntimeError(
                 "follow is for a model on a mesh of several processes, but this one is all here: submit and step."
             )
         if self.is_closed:
             return False
-        if self._loop.follow(keep=keep, until_release=until_release):
+        if self._core.follow(keep=keep, until_release=until_release):
             return True
         self.close()
         return False
@@ -89,7 +89,7 @@ class Closable:
     @property
     def is_following(self) -> bool:
         """Tells whether the engine is used from another process, and this one is to be in `follow`."""
-        return isinstance(self._loop, LockstepCores) and not self._loop.channel.is_first
+        return isinstance(self._core, LockstepCores) and not self._core.channel.is_first
 
     @property
     def is_closed(self) -> bool:
@@ -112,26 +112,26 @@ class Closable:
 
     def _release(self) -> None:
         """Frees everything; a second call completes an interrupted first one."""
-        self._loop.close()
+        self._core.close()
         self._wake()
         self._wake_all()
 
     def _withdraw(self, requests: Iterable[Request], is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_finalizing():  # a stream that was left open: Python ends, and has taken our modules' names away
             return
-        self._loop.cancel(requests)
+        self._core.cancel(requests)
         self._wake()
-        if self._loop.is_at_work or self.is_served:  # that call, or the thread that serves, will release it
+        if self._core.is_at_work or self.is_served:  # that call, or the thread that serves, will release it
             return
         try:
             with self._exclusive(is_brief=True):
-                self._loop.tidy()
+                self._core.tidy()
         except Exception:  # the next step raises it again; it must not replace an error that may be raised now
             return
 
     def _refuse_lockstep(self, method: str) -> None:
         """Raises ValueError if the engine is over several processes, which do not make this call together."""
-        if isinstance(self._loop, LockstepCores):
+        if isinstance(self._core, LockstepCores):
             raise ValueError(
                 f"{method} is for an engine in one process, and this one's model lies on devices of several: make an "
                 "Engine of a model on jax.local_devices() for it."

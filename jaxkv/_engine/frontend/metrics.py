@@ -1,4 +1,4 @@
-"""What an engine says of its work: counters summed over its loops, latencies, Prometheus' text format."""
+"""What an engine says of its work: counters summed over its cores, latencies, Prometheus' text format."""
 
 import collections
 import statistics
@@ -55,42 +55,42 @@ MEANINGS = {
 }
 
 
-def steps(loops: Sequence[EngineCore]) -> int:
-    return sum(loop.pipeline.steps for loop in loops)
+def steps(cores: Sequence[EngineCore]) -> int:
+    return sum(core.runner.steps for core in cores)
 
 
-def tokens(loops: Sequence[EngineCore]) -> int:
-    parts = [part for loop in loops for part in (loop.pipeline, loop.prefill) if part is not None]
+def tokens(cores: Sequence[EngineCore]) -> int:
+    parts = [part for core in cores for part in (core.runner, core.prefill) if part is not None]
     return sum(part.tokens for part in parts)
 
 
-def set_back(loops: Sequence[EngineCore]) -> int:
-    return sum(loop.residents.counts["set_back"] for loop in loops)
+def set_back(cores: Sequence[EngineCore]) -> int:
+    return sum(core.cache_manager.counts["set_back"] for core in cores)
 
 
-def blocks_peak(loops: Sequence[EngineCore]) -> int:
-    return sum(loop.residents.device.blocks_peak for loop in loops)
+def blocks_peak(cores: Sequence[EngineCore]) -> int:
+    return sum(core.cache_manager.device.blocks_peak for core in cores)
 
 
-def collect(loops: Sequence[EngineCore]) -> dict[str, Any]:
+def collect(cores: Sequence[EngineCore]) -> dict[str, Any]:
     """Returns the counters as plain numbers."""
-    running = sum(len(loop.scheduler.running) for loop in loops)
-    free = [loop.residents.available for loop in loops]
-    waited = [s.request.times.submitted for loop in loops for s in list(loop.scheduler.waiting)]
-    accepted, proposed = (sum(getattr(loop.pipeline, name) for loop in loops) for name in ("accepted", "proposed"))
+    running = sum(len(core.scheduler.running) for core in cores)
+    free = [core.cache_manager.available for core in cores]
+    waited = [s.request.times.submitted for core in cores for s in list(core.scheduler.waiting)]
+    accepted, proposed = (sum(getattr(core.runner, name) for core in cores) for name in ("accepted", "proposed"))
     return {
         "running": running,
         "oldest_waiting_seconds": max(0.0, time.monotonic() - min(waited)) if waited else 0.0,
-        "free_rows": sum(loop.residents.config.max_seqs for loop in loops) - running,
+        "free_rows": sum(core.cache_manager.config.max_seqs for core in cores) - running,
         "free_blocks": [sum(group) for group in zip(*free, strict=True)],
-        "steps": steps(loops),
-        "tokens": tokens(loops),
-        "blocks_peak": blocks_peak(loops),
-        "sent": sum(loop.prefill.sent for loop in loops if loop.prefill),
+        "steps": steps(cores),
+        "tokens": tokens(cores),
+        "blocks_peak": blocks_peak(cores),
+        "sent": sum(core.prefill.sent for core in cores if core.prefill),
         "acceptance": accepted / max(proposed, 1),
-        "preemptions": set_back(loops),
-        "set_back": set_back(loops),
-        "swapped_out": sum(loop.residents.counts["swapped_out"] for loop in loops),
+        "preemptions": set_back(cores),
+        "set_back": set_back(cores),
+        "swapped_out": sum(core.cache_manager.counts["swapped_out"] for core in cores),
     }
 
 

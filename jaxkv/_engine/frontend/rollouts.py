@@ -20,8 +20,8 @@ from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 class Updatable:
     """What an engine has for a trainer in the same process: `update`, `release` and `restore`."""
 
-    _loop: EngineCore | DataParallelCores | LockstepCores
-    _loops: list[EngineCore]
+    _core: EngineCore | DataParallelCores | LockstepCores
+    _cores: list[EngineCore]
     _exclusive: Callable[..., Any]
     _wake: Callable[[], None]
     _given: Callable[[], Any]
@@ -55,21 +55,21 @@ class Updatable:
         """
         restart = flag("restart", restart)
         self._refuse_apart("update")
-        if isinstance(self._loop, LockstepCores) and not self._loop.channel.is_first:
-            self._loop.update(self._plan_change(model, draft, prefill))
+        if isinstance(self._core, LockstepCores) and not self._core.channel.is_first:
+            self._core.update(self._plan_change(model, draft, prefill))
             return
         with self._exclusive(is_brief=True):
             change = self._plan_change(model, draft, prefill)
-            if isinstance(self._loop, LockstepCores) and not self.is_released:
-                self._loop.settle()  # so that the next line sends nothing to the devices
-            running = [request for loop in self._loops for request in loop.list_running()]
+            if isinstance(self._core, LockstepCores) and not self.is_released:
+                self._core.settle()  # so that the next line sends nothing to the devices
+            running = [request for core in self._cores for request in core.list_running()]
             if running and not restart:
                 raise RuntimeError(
                     f"{len(running)} requests are running, and would mix tokens of older and newer weights: wait until "
                     "they have ended, or begin them anew by update(model, restart=True)."
                 )
-            if isinstance(self._loop, LockstepCores):
-                self._loop.update(change)
+            if isinstance(self._core, LockstepCores):
+                self._core.update(change)
             else:
                 change()
         self._wake()
@@ -77,10 +77,10 @@ class Updatable:
     def _plan_change(self, model: Any, draft: Any, prefill: Any) -> Callable[[], None]:
         """Reads weights, and returns what gives them to the cores. Raises ValueError if they are another model's."""
         flat = jax.tree.flatten(model)  # takes longer than all else here
-        parts = self._read_weights("model", model, [loop.pipeline for loop in self._loops], flat)
-        drafters = [loop.drafter for loop in self._loops]
+        parts = self._read_weights("model", model, [core.runner for core in self._cores], flat)
+        drafters = [core.drafter for core in self._cores]
         drafts = None if draft is None else self._read_weights("draft", draft, drafters)
-        apart = [loop.prefill and loop.prefill.list_runners()[0] for loop in self._loops]
+        apart = [core.prefill and core.prefill.list_runners()[0] for core in self._cores]
         if prefill is None and apart[0] is not None:
             raise ValueError(
                 "This engine computes prompts with a model of its own, which must have the same weights: give "
@@ -89,12 +89,12 @@ class Updatable:
         prefills = [None] * len(parts) if prefill is None else self._read_weights("prefill", prefill, apart)
 
         def change() -> None:
-            has_disk = any(loop.residents.prefix and loop.residents.prefix.files for loop in self._loops)
-            for i, (loop, leaves) in enumerate(zip(self._loops, parts, strict=True)):
-                name = fingerprint(jax.tree.unflatten(loop.pipeline.structure, leaves)) if has_disk else None
-                loop.update(leaves, prefills[i], name)
+            has_disk = any(core.cache_manager.prefix and core.cache_manager.prefix.files for core in self._cores)
+            for i, (core, leaves) in enumerate(zip(self._cores, parts, strict=True)):
+                name = fingerprint(jax.tree.unflatten(core.runner.structure, leaves)) if has_disk else None
+                core.update(leaves, prefills[i], name)
                 if drafts is not None:
-                    loop.drafter.leaves = drafts[i]  # type: ignore[union-attr]
+                    core.drafter.leaves = drafts[i]  # type: ignore[union-attr]
             self.__dict__.pop("_model", None)  # the fingerprint of the older weights
             self._remember_given(model, flat[0])
 
@@ -127,23 +127,23 @@ class Updatable:
         if parameters:
             self._refuse_apart("release(parameters=True)")
         with self._exclusive(is_brief=True):
-            for prefix in [loop.residents.prefix for loop in self._loops] if keep else []:
+            for prefix in [core.cache_manager.prefix for core in self._cores] if keep else []:
                 if prefix is not None:
                     _refuse_kept(prefix)
-            if isinstance(self._loop, LockstepCores):
-                self._loop.release(keep=keep, parameters=parameters)
+            if isinstance(self._core, LockstepCores):
+                self._core.release(keep=keep, parameters=parameters)
                 return
-            for loop in self._loops:
-                loop.release(keep=keep, parameters=parameters)
+            for core in self._cores:
+                core.release(keep=keep, parameters=parameters)
 
     def _refuse_apart(self, method: str) -> None:
         """Raises ValueError if rows go to or come from an engine in another process, of the same weights."""
-        if any(loop.prefill and not loop.prefill.list_runners() for loop in self._loops):
+        if any(core.prefill and not core.prefill.list_runners() for core in self._cores):
             raise ValueError(
                 f"{method} would give this engine other weights than the one in another process that computes its "
                 "prompts: make both engines anew with the new ones."
             )
-        if any(loop.on_computed is not None for loop in self._loops):
+        if any(core.on_computed is not None for core in self._cores):
             raise ValueError(
                 f"{method} would give this engine other weights than those that it computes prompts for: end "
                 "serve_prefill first."
@@ -152,21 +152,21 @@ class Updatable:
     def restore(self) -> None:
         """Takes the memory again that `release` gave back; requests go on. Does nothing if it was not released."""
         with self._exclusive(is_brief=True):
-            if isinstance(self._loop, LockstepCores):
-                self._loop.restore()
+            if isinstance(self._core, LockstepCores):
+                self._core.restore()
             else:
-                for loop in self._loops:
-                    loop.restore()
+                for core in self._cores:
+                    core.restore()
         self._wake()
 
     @property
     def is_released(self) -> bool:
         """Tells whether the memory of the cache is given back, by `release`."""
-        return any(loop.residents.is_released for loop in self._loops)
+        return any(core.cache_manager.is_released for core in self._cores)
 
     @property
     def _can_step(self) -> bool:
-        return all(loop.can_step for loop in self._loops)
+        return all(core.can_step for core in self._cores)
 
     # Which parameters there are.
 
@@ -198,7 +198,7 @@ class Updatable:
     def _warn_of_other_weights(self) -> None:
         """Warns if the model that was given has other parameters now, as `nnx.update` gives it."""
         model = self._given()
-        if model is None or not self._loops[0].pipeline.has_parameters:
+        if model is None or not self._cores[0].runner.has_parameters:
             return
         leaves = [x for x in jax.tree.leaves(model) if isinstance(x, jax.Array)]
         older = [ref() for ref in self._given_leaves]

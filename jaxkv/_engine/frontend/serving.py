@@ -46,8 +46,8 @@ class EngineFull(RuntimeError):
 class Servable:
     """What an engine has for threads that wait: `serve`, `wait` and `drain`."""
 
-    _loop: EngineCore | DataParallelCores | LockstepCores
-    _loops: list[EngineCore]
+    _core: EngineCore | DataParallelCores | LockstepCores
+    _cores: list[EngineCore]
     _turn: EngineLock
     _reader: RequestReader
     _exclusive: Callable[..., Any]
@@ -140,15 +140,15 @@ class Servable:
         (4, 1)
         """
         self._refuse_lockstep("serve_prefill")
-        layers, evicts = self.config.layers, any(loop.residents.eviction for loop in self._loops)
+        layers, evicts = self.config.layers, any(core.cache_manager.eviction for core in self._cores)
         if evicts or any(layer.evict or layer.sink_tokens for layer in layers):
             raise ValueError(
                 "serve_prefill sends rows that hold all tokens or a window of them, and rows of this engine evict, or "
                 "keep first tokens before a window: compute their prompts where they are decoded."
             )
-        model = self._loop.name_model()
+        model = self._core.name_model()
         with contextlib.nullcontext() if self.is_served else self.serve():
-            server = PrefillServer(self.submit, self._loops, self.config, model, address)
+            server = PrefillServer(self.submit, self._cores, self.config, model, address)
             try:
                 yield server.address
             finally:
@@ -160,7 +160,7 @@ class Servable:
             return False
         try:
             with self._exclusive(is_brief=True):
-                if not self._loop.is_busy:
+                if not self._core.is_busy:
                     return False
                 self._advance()
         except EngineBusy:
@@ -171,7 +171,7 @@ class Servable:
         """Waits until no request is left. Raises TimeoutError after `timeout` seconds."""
 
         def is_idle() -> bool:
-            return self.is_idle if self.is_served else self.is_closed or not self._loop.is_busy
+            return self.is_idle if self.is_served else self.is_closed or not self._core.is_busy
 
         wait_until(is_idle, [self._idle_listeners], weakref.ref(self), timeout, "Some requests have not ended")
 
@@ -190,13 +190,13 @@ class Servable:
     @property
     def num_waiting(self) -> int:
         """Samples that have no row yet, or none any more; not those that are cancelled."""
-        first = [sequence for loop in self._loops for sequence in list(loop.scheduler.waiting)]
+        first = [sequence for core in self._cores for sequence in list(core.scheduler.waiting)]
         taken_in = [sequence.request.origin for leader in first for sequence in (leader, *leader.followers)]
         return sum(not sample.done for sample in self._list_submitted() + taken_in)
 
     def _list_submitted(self) -> list[Request]:
         """Returns the samples that no step has taken in yet."""
-        return [sample for request in list(self._loop.submitted) for sample in request.samples]
+        return [sample for request in list(self._core.submitted) for sample in request.samples]
 
     def _refuse_served(self, method: str) -> None:
         """Raises RuntimeError if a thread of `serve` takes the steps."""
@@ -222,9 +222,9 @@ class Servable:
         """Takes a step, and tells those who wait."""
         try:
             with jax.profiler.StepTraceAnnotation(
-                "jaxkv.step", step_num=sum(core.pipeline.steps for core in self._loops)
+                "jaxkv.step", step_num=sum(core.runner.steps for core in self._cores)
             ):
-                self._loop.advance()
+                self._core.advance()
         finally:
             self._deliver()
 
@@ -239,7 +239,7 @@ class Servable:
                 if failure is not error and threading.current_thread() is not self._server:
                     raise
                 logger.error("on_token of request %d", request.number, exc_info=error)
-                self._loop.cancel([request], failure)
+                self._core.cancel([request], failure)
                 request.fail(failure)  # also if that was its last token
                 call_all(request.listeners)
 
@@ -254,7 +254,7 @@ class Servable:
 
     def _wake_all(self) -> None:
         """Has all who wait look again: who takes the steps has changed, or what they wait for."""
-        taken_in = [request.origin for loop in self._loops for request in list(loop.open)]
+        taken_in = [request.origin for core in self._cores for request in list(core.open)]
         for request in self._list_submitted() + taken_in:
             call_all(request.listeners)
         call_all(self._idle_listeners)
@@ -263,15 +263,15 @@ class Servable:
         """Ends the requests in whose step an error was raised; the others go on, in an empty cache if it was lost."""
         logger.error("a step has failed", exc_info=error)
         is_lost = isinstance(error, CacheError)
-        running = [sequence.request for loop in self._loops for sequence in loop.scheduler.running]
+        running = [sequence.request for core in self._cores for sequence in core.scheduler.running]
         # If it is nobody's, it is everybody's: no step may fail for ever.
-        failed = [] if is_lost else running or [request for loop in self._loops for request in loop.open]
-        self._loop.cancel([request.origin for request in failed], error)
+        failed = [] if is_lost else running or [request for core in self._cores for request in core.open]
+        self._core.cancel([request.origin for request in failed], error)
         with self._exclusive(is_brief=True):
             try:
-                self._loop.tidy()
+                self._core.tidy()
             except Exception:
-                self._loop.reset()
+                self._core.reset()
             self._deliver()
 
 
@@ -332,15 +332,15 @@ def _serve_step(engine: Any) -> bool:
 
 
 def _take_step(engine: Any) -> bool:
-    if not (engine._loop.is_busy or engine._reader.news):
+    if not (engine._core.is_busy or engine._reader.news):
         return False
     engine._turn.let_others()
     with engine._exclusive(is_brief=True):
         can_step = engine._can_step
-        if engine._loop.is_busy and can_step:
+        if engine._core.is_busy and can_step:
             engine._advance()
         for _ in collect_tokens(engine._reader.news):  # nobody calls `step`: they are told by their requests
             pass
-    if engine._loop.is_busy and not can_step and not engine.is_released:
+    if engine._core.is_busy and not can_step and not engine.is_released:
         logger.warning("the model's parameters were donated to another program: steps wait for engine.update")
     return can_step

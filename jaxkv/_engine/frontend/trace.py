@@ -196,20 +196,20 @@ def record(engine: Engine) -> Iterator[Trace]:
     >>> len(trace.frames) >= 4, int(trace.blocks_in_use.max())
     (True, 2)
     """
-    trace, loop = Trace(engine.config), engine._loop
-    if not isinstance(loop, EngineCore):
+    trace, core = Trace(engine.config), engine._core
+    if not isinstance(core, EngineCore):
         raise ValueError("record looks at one cache, but this engine's rows are divided: record one of one device.")
-    advance = loop.advance
+    advance = core.advance
 
     def advance_and_look() -> None:
         advance()
-        scheduler = loop.scheduler
+        scheduler = core.scheduler
         requests = {s.row: s.request.number for s in scheduler.running if s.row is not None}
         on_host = {s.request.number: s.host.num_tokens for s in scheduler.waiting if isinstance(s.host, HostBlocks)}
         trace.add(engine.cache, requests=requests, on_host=on_host)
 
-    setattr(loop, "advance", advance_and_look)  # noqa: B010 (a method cannot be assigned to otherwise)
+    setattr(core, "advance", advance_and_look)  # noqa: B010 (a method cannot be assigned to otherwise)
     try:
         yield trace
     finally:
-        delattr(loop, "advance")
+        delattr(core, "advance")

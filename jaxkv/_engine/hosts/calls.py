@@ -19,8 +19,8 @@ TURNS = ("advance", "tidy", "settle", "reset")  # calls that take in what was su
 class OwnCores(Protocol):
     """What calls ask of a process: its `LockstepCores`."""
 
-    cores: Any
-    loops: list[EngineCore]
+    core: Any
+    cores: list[EngineCore]
     change: Callable[[], None] | None
 
     def read_entry(self, entry: dict[str, Any], origins: "collections.deque[Request]") -> Request:
@@ -30,11 +30,11 @@ class OwnCores(Protocol):
 def take_turn(own: OwnCores, name: str) -> None:
     """Makes one of the calls in `TURNS`, and measures the room where it is unknown: `stats`, of one process, must run
     nothing on the devices of all."""
-    getattr(own.cores, name)()
-    for loop in own.loops:
-        is_measured = loop.residents.room.is_known or loop.residents.config.contiguous
-        if not (is_measured or loop.residents.is_released):
-            loop.residents.settle()
+    getattr(own.core, name)()
+    for core in own.cores:
+        is_measured = core.cache_manager.room.is_known or core.cache_manager.config.contiguous
+        if not (is_measured or core.cache_manager.is_released):
+            core.cache_manager.settle()
 
 
 def adopt(
@@ -49,44 +49,44 @@ def adopt(
         sequence = make_sequence(replica)
         if (row := entry.get("row")) is not None:
             assert file is not None
-            sequence.host = file.row(row, own.loops[0].residents.config)
+            sequence.host = file.row(row, own.cores[0].cache_manager.config)
             sequence.num_hosted = file.saved.lengths[row]
         sequences.append(sequence)
     for entry, sequence in zip(entries, sequences, strict=True):
         sequence.followers = [sequences[place] for place in entry["followers"]]
-    own.cores.adopt(sequences)
+    own.core.adopt(sequences)
 
 
 def _release(own: OwnCores, keep: bool, parameters: bool) -> None:
-    for loop in own.loops:
-        loop.release(keep=keep, parameters=parameters)
+    for core in own.cores:
+        core.release(keep=keep, parameters=parameters)
 
 
 def _restore(own: OwnCores) -> None:
-    for loop in own.loops:
-        loop.restore()
+    for core in own.cores:
+        core.restore()
 
 
 def _show(own: OwnCores) -> Any:
-    return own.cores.cache
+    return own.core.cache
 
 
 def _save(own: OwnCores, path: str, rows: list[int], model: str | None, metadata: dict[str, Any]) -> None:
-    own.cores.save(path, rows, model, metadata)
+    own.core.save(path, rows, model, metadata)
 
 
 def _name_model(own: OwnCores) -> str | None:
-    return own.cores.name_model()
+    return own.core.name_model()
 
 
 def _change_pins(own: OwnCores, method: str, tokens: list[int], salt: list[str], adapter: str | None) -> Any:
-    prefix = own.loops[0].residents.prefix
+    prefix = own.cores[0].cache_manager.prefix
     assert prefix is not None
     return getattr(prefix, method)(tokens, salt=parse_salt(*salt), adapter=adapter)
 
 
 def _warm(own: OwnCores, kinds: Iterable[Kind], counts: Iterable[int]) -> None:
-    for call in own.cores.warm(tuple(kinds), tuple(counts)):
+    for call in own.core.warm(tuple(kinds), tuple(counts)):
         call()
 
 
@@ -96,16 +96,16 @@ def _update(own: OwnCores) -> None:
 
 
 def _recompute(own: OwnCores, tokens: list[int], column: list[int], kind: Kind) -> list[int]:
-    pipeline, residents = own.loops[0].pipeline, own.loops[0].residents
+    runner, cache_manager = own.cores[0].runner, own.cores[0].cache_manager
     return recompute(
-        pipeline.structure,
-        pipeline.leaves,
-        pipeline.hook,
-        residents.config.max_seq_len,
+        runner.structure,
+        runner.leaves,
+        runner.hook,
+        cache_manager.config.max_seq_len,
         tokens,
         np.array(column, np.int32),
         kind,
-        place=residents.device.shared,
+        place=cache_manager.device.shared,
     )
 
 

@@ -31,7 +31,7 @@ class LockstepCores:
     were submitted.
 
     Args:
-      cores: those of this process; `loops` are its parts.
+      core: that of this process; `cores` are its parts.
       said: the options that processes must agree on.
       hook_args: of the replicas; read in the order of the messages.
       outer: the same of the requests that are submitted here.
@@ -39,15 +39,15 @@ class LockstepCores:
 
     def __init__(
         self,
-        cores: Any,
-        loops: list[EngineCore],
+        core: Any,
+        cores: list[EngineCore],
         processes: list[int],
         said: str,
         hook_args: HookArgs,
         outer: HookArgs,
     ):
         check_agreement("Engine", said, processes)
-        self.cores, self.loops, self.channel = cores, loops, Channel(processes)
+        self.core, self.cores, self.channel = core, cores, Channel(processes)
         self.hook_args, self._outer_args = hook_args, outer
         # Any thread puts requests in; the thread that runs the engine takes them out.
         self.submitted: collections.deque[Request] = collections.deque()
@@ -61,8 +61,8 @@ class LockstepCores:
         self._news: dict[Request, None] = {}  # replicas with news in this call
         self._speeds: list[float | None] = []  # what was sent last
         self.change: Callable[[], None] | None = None  # gives this process's cores other weights
-        for loop in loops:
-            loop.residents.swapping.is_told = True
+        for core in cores:
+            core.cache_manager.swapping.is_told = True
         weakref.finalize(self, self.channel.close).atexit = False
 
     # What is asked from any thread.
@@ -70,7 +70,7 @@ class LockstepCores:
     @property
     def is_busy(self) -> bool:
         """Tells whether there is work left."""
-        return bool(self.submitted or self.cancelled) or self.cores.is_busy
+        return bool(self.submitted or self.cancelled) or self.core.is_busy
 
     def cancel(self, requests: Iterable[Request], error: Exception | None = None) -> None:
         """Ends requests here; the other processes hear of it with the next message."""
@@ -168,7 +168,7 @@ class LockstepCores:
             sample.withdraw()
         self.submitted.clear()
         self.channel.close()  # the other processes hear of it if this is the first
-        self.cores.close()
+        self.core.close()
 
     def follow(self, *, keep: bool = False, until_release: bool = False) -> bool:
         """Makes the calls of the first process, until it closes the engine, or has called `release`; tells whether it
@@ -275,7 +275,7 @@ class LockstepCores:
             replica = self._by_origin.get(self.cancelled.popleft())
             if replica is not None:
                 cancelled.append(replica.number_here)
-        speeds = [loop.residents.swapping.measured for loop in self.loops]
+        speeds = [core.cache_manager.swapping.measured for core in self.cores]
         if speeds != self._speeds:
             self._speeds = message["speeds"] = speeds
         message |= {"requests": groups} if groups else {}
@@ -287,10 +287,10 @@ class LockstepCores:
         for entries in message.get("requests", ()):
             prompt = entries[0]["prompt"]
             samples = [self.read_entry({"prompt": prompt} | entry, waiting) for entry in entries]
-            self.cores.submitted.append(Request.several(samples))
-        self.cores.cancel([self._replicas[n] for n in message.get("cancelled", ()) if n in self._replicas])
-        for loop, speed in zip(self.loops, message.get("speeds", ()), strict=False):
-            loop.residents.swapping.seconds_per_token = speed
+            self.core.submitted.append(Request.several(samples))
+        self.core.cancel([self._replicas[n] for n in message.get("cancelled", ()) if n in self._replicas])
+        for core, speed in zip(self.cores, message.get("speeds", ()), strict=False):
+            core.cache_manager.swapping.seconds_per_token = speed
         name = message["call"]
         try:
             if name in TURNS:

@@ -34,13 +34,13 @@ class PrefillServer:
     transfer server, from which the other engine gets it, and is free.
 
     Args:
-      submit: the engine's. loops: its cores. model: a fingerprint of its model.
+      submit: the engine's. cores: its cores. model: a fingerprint of its model.
     """
 
     def __init__(
         self,
         submit: Callable[..., Request],
-        loops: list[EngineCore],
+        cores: list[EngineCore],
         config: CacheConfig,
         model: str | None,
         address: str,
@@ -50,9 +50,9 @@ class PrefillServer:
             raise ValueError(
                 f"address must name this host as the others reach it, since they get rows from there, not {host}."
             )
-        if any(loop.on_computed is not None for loop in loops):
+        if any(core.on_computed is not None for core in cores):
             raise RuntimeError("This engine computes prompts for others already: any number of them connects to one.")
-        self._submit, self._loops = submit, loops
+        self._submit, self._cores = submit, cores
         self._hello = {
             "version": VERSION, "model": model, "layers": describe_layers(config), "longest": config.max_seq_len,
             "rows": config.max_seqs, "transfer": transfer_address(host),
@@ -65,15 +65,15 @@ class PrefillServer:
         self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._listener.settimeout(BEAT)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
-        for loop in loops:
-            loop.on_computed = functools.partial(self._send_row, loop)
+        for core in cores:
+            core.on_computed = functools.partial(self._send_row, core)
         threading.Thread(target=self._accept, name="jaxkv prefill", daemon=True).start()
 
     def close(self) -> None:
         """Ends all connections, and forgets what was asked for."""
         self._is_closed = True
-        for loop in self._loops:
-            loop.on_computed = None
+        for core in self._cores:
+            core.on_computed = None
         with contextlib.suppress(OSError):  # so that `accept` wakes
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -136,14 +136,14 @@ class PrefillServer:
             else:
                 self._askers[request] = connection, number
 
-    def _send_row(self, loop: EngineCore, sequence: Sequence) -> None:
+    def _send_row(self, core: EngineCore, sequence: Sequence) -> None:
         """Offers the row of a prompt to whoever asked for it. It is copied, so it may be freed."""
         connection, number = self._find(sequence.request)
         if connection is None or connection.is_closed:
             return
         key = next(self._keys)
         try:
-            offer_rows(loop.residents.cache, np.array([sequence.row]), key, timeout=OFFERED)
+            offer_rows(core.cache_manager.cache, np.array([sequence.row]), key, timeout=OFFERED)
         except Exception as error:  # that engine computes it itself
             logger.exception("a row cannot be sent")
             connection.send({"number": number, "error": str(error)})

@@ -17,16 +17,16 @@ class LockstepPrefix:
     processes, made in the first one. What moves blocks is for the engine alone.
     """
 
-    def __init__(self, cores: LockstepCores, prefix: PrefixCache):
-        self._cores, self._prefix = cores, prefix
+    def __init__(self, core: LockstepCores, prefix: PrefixCache):
+        self._core, self._prefix = core, prefix
 
     def pin(self, tokens: Any, *, salt: str | bytes | None = None, adapter: str | None = None) -> int:
         """Pins the cached prefix of `tokens`, as `PrefixCache.pin`."""
-        return self._cores.change_pins("pin", read_tokens(tokens), salt, adapter)
+        return self._core.change_pins("pin", read_tokens(tokens), salt, adapter)
 
     def unpin(self, tokens: Any, *, salt: str | bytes | None = None, adapter: str | None = None) -> None:
         """Undoes one `pin` of the same tokens, as `PrefixCache.unpin`."""
-        self._cores.change_pins("unpin", read_tokens(tokens), salt, adapter)
+        self._core.change_pins("unpin", read_tokens(tokens), salt, adapter)
 
     def __getattr__(self, name: str) -> Any:
         if name in READ:
@@ -40,7 +40,7 @@ class LockstepPrefix:
         return repr(self._prefix)
 
 
-def share_prefix(cores: Any, prefix: Any) -> Any:
+def share_prefix(core: Any, prefix: Any) -> Any:
     """Returns the prefix cache of an engine for its users."""
-    is_shared = isinstance(cores, LockstepCores) and isinstance(prefix, PrefixCache)
-    return LockstepPrefix(cores, prefix) if is_shared else prefix
+    is_shared = isinstance(core, LockstepCores) and isinstance(prefix, PrefixCache)
+    return LockstepPrefix(core, prefix) if is_shared else prefix

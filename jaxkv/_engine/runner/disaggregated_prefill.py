@@ -102,35 +102,35 @@ class Prefill:
     ):
         self.step_tokens, self.long_prefill_tokens, self.target = step_tokens, long_prefill_tokens, target
         bandwidth = target.swapping.host_bandwidth
-        self.residents = CacheManager(config, model, prefix=None, swap="never", host_bandwidth=bandwidth)
-        self.pipeline = ModelRunner(model, self.residents, None, step_tokens, 0, deterministic=deterministic)
+        self.cache_manager = CacheManager(config, model, prefix=None, swap="never", host_bandwidth=bandwidth)
+        self.runner = ModelRunner(model, self.cache_manager, None, step_tokens, 0, deterministic=deterministic)
         self.sent = 0  # rows
         self.restart()
 
     def restart(self) -> None:
         """Forgets in-flight work; all rows are empty."""
-        self.pipeline.clear()
+        self.runner.clear()
         self.scheduler = Scheduler(
-            self.residents, step_tokens=self.step_tokens, long_prefill_tokens=self.long_prefill_tokens
+            self.cache_manager, step_tokens=self.step_tokens, long_prefill_tokens=self.long_prefill_tokens
         )
         self._own: dict[Sequence, Sequence] = {}  # the local stand-in of each sequence
 
     @property
     def tokens(self) -> int:
         """Tokens computed so far."""
-        return self.pipeline.tokens
+        return self.runner.tokens
 
     def list_cache_managers(self) -> list[CacheManager]:
         """Returns its cache manager, alone."""
-        return [self.residents]
+        return [self.cache_manager]
 
     def list_runners(self) -> list[ModelRunner]:
         """Returns its model runner, alone."""
-        return [self.pipeline]
+        return [self.runner]
 
     def rest(self) -> None:
         """Forgets in-flight steps: no work is left."""
-        self.pipeline.flights.clear()
+        self.runner.flights.clear()
 
     def has(self, sequence: Sequence) -> bool:
         """Tells whether a sequence is being computed here, or waits here for its hand-over."""
@@ -139,24 +139,24 @@ class Prefill:
     def release(self) -> None:
         """Frees the memory of its cache until `restore`; what was computed is dropped."""
         self.restart()
-        self.pipeline.release()
-        self.residents.recover()
-        self.residents.release(keep=False)
+        self.runner.release()
+        self.cache_manager.recover()
+        self.cache_manager.release(keep=False)
 
     def restore(self) -> None:
         """Allocates an empty cache again."""
-        self.residents.restore()
+        self.cache_manager.restore()
         self.restart()
 
     def close(self) -> None:
         """Frees the memory on its devices."""
-        self.pipeline.close()
-        self.residents.close()
+        self.runner.close()
+        self.cache_manager.close()
         self._own = {}
 
     def warm(self) -> list[Callable[[], Any]]:
         """Returns functions that compile all programs here when called in order."""
-        return [*self.pipeline.warm(("greedy",), (0,), (1,)), *self.residents.warm()]
+        return [*self.runner.warm(("greedy",), (0,), (1,)), *self.cache_manager.warm()]
 
     def exchange(self, waiting: Queue, *, wait: bool) -> None:
         """Takes sequences with prompts to compute from a queue, puts computed ones back, and computes meanwhile.
@@ -167,7 +167,7 @@ class Prefill:
         for sequence in [s for s in waiting if s.host is None and s.pending > 1]:
             self._begin(sequence)
             waiting.remove(sequence)
-        wait, flights = wait and not waiting, self.pipeline.flights
+        wait, flights = wait and not waiting, self.runner.flights
         while flights and (wait or flights[0].result.numbers.is_ready()):
             for sequence in self._read():
                 waiting.add(sequence)
@@ -184,7 +184,7 @@ class Prefill:
             return
         self.scheduler.finish(own)
         if own.row is not None:
-            self.residents.retire(own)
+            self.cache_manager.retire(own)
 
     def _begin(self, sequence: Sequence) -> None:
         tokens = sequence.tokens[:-1]
@@ -202,7 +202,7 @@ class Prefill:
         self.scheduler.waiting.add(own)
 
     def _send(self) -> None:
-        scheduler, flights = self.scheduler, self.pipeline.flights
+        scheduler, flights = self.scheduler, self.runner.flights
         if len(flights) == MOST_FLIGHTS:
             return
         try:
@@ -210,17 +210,17 @@ class Prefill:
         except Unsure:  # the next call knows more
             return
         if not (step.counts or flights) and scheduler.waiting:  # there may be more room than known
-            self.residents.settle()
+            self.cache_manager.settle()
             step = scheduler.plan()
         if step.counts:
-            self.residents.free_rows(are_wanted=bool(scheduler.waiting))
-            self.pipeline.send(step, 1)
+            self.cache_manager.free_rows(are_wanted=bool(scheduler.waiting))
+            self.runner.send(step, 1)
             for own in scheduler.commit(step):
                 scheduler.running.remove(own)  # it keeps its row until hand-over
 
     def _read(self) -> list[Sequence]:
         """Waits for the oldest in-flight step; returns the sequences that it completed."""
-        ended = {own for own, _ in self.pipeline.read()}
+        ended = {own for own, _ in self.runner.read()}
         ready = [sequence for sequence, own in self._own.items() if own in ended]
         for sequence in ready:
             sequence.host = Elsewhere(weakref.ref(self), weakref.ref(sequence))
@@ -230,8 +230,8 @@ class Prefill:
         """Sends a sequence's blocks to the decode devices and frees its row."""
         own = self._own.pop(sequence)
         assert own.row is not None
-        blocks = lift_row(self.residents.cache, own.row, own.cached, to=self.target.cache)
-        self.residents.retire(own)
+        blocks = lift_row(self.cache_manager.cache, own.row, own.cached, to=self.target.cache)
+        self.cache_manager.retire(own)
         self.sent += 1
         return blocks
 

@@ -1,4 +1,4 @@
-"""The engine's loop: accepts requests, sends a step, reads the one before."""
+"""The engine's core: accepts requests, sends a step, reads the one before."""
 
 import collections
 import itertools
@@ -32,15 +32,15 @@ class EngineCore:
 
     def __init__(
         self,
-        residents: CacheManager,
-        pipeline: ModelRunner,
+        cache_manager: CacheManager,
+        runner: ModelRunner,
         step_tokens: int,
         long_prefill_tokens: int | None,
         steps_per_dispatch: int,
         drafter: Drafter | None,
         prefill: PromptComputer | None,
     ):
-        self.residents, self.pipeline, self.drafter, self.prefill = residents, pipeline, drafter, prefill
+        self.cache_manager, self.runner, self.drafter, self.prefill = cache_manager, runner, drafter, prefill
         self.step_tokens, self.long_prefill_tokens = step_tokens, long_prefill_tokens
         self.steps_per_dispatch = steps_per_dispatch
         self.ahead = 1 if drafter is None else 0  # in-flight steps while the next one is planned
@@ -62,9 +62,9 @@ class EngineCore:
     @property
     def cache(self) -> Cache:
         """The cache. If no step is in flight, retired rows are freed first."""
-        if self.residents.has_rows_to_free and not self.is_busy:
-            self.residents.flush()
-        return self.residents.cache
+        if self.cache_manager.has_rows_to_free and not self.is_busy:
+            self.cache_manager.flush()
+        return self.cache_manager.cache
 
     def advance(self) -> None:
         """Sends a step, and reads the one before."""
@@ -82,7 +82,7 @@ class EngineCore:
         self._soundness.begin()
         self._take_in()
         if self.prefill is not None:
-            is_idle = not (self.scheduler.running or self.pipeline.flights)
+            is_idle = not (self.scheduler.running or self.runner.flights)
             self.prefill.exchange(self.scheduler.waiting, wait=is_idle)
         return self._send()
 
@@ -90,10 +90,10 @@ class EngineCore:
         """Does the second half of `advance`: reads the step before."""
         if due is not None:
             # Behind a step that was compiled another may be, for which its tokens must not wait.
-            self._read(0 if self.pipeline.has_new_program else self.ahead)
+            self._read(0 if self.runner.has_new_program else self.ahead)
             for sequence in due:
                 if sequence.length >= sequence.limit and sequence.row is not None:  # nothing more to compute
-                    if self.residents.prefix is not None and len(sequence.tokens) < sequence.cached:
+                    if self.cache_manager.prefix is not None and len(sequence.tokens) < sequence.cached:
                         self._read(0)  # the drafter needs the tokens
                     self._finish(sequence)
         elif self.scheduler.waiting and not self.scheduler.running:  # even an otherwise empty cache has no room
@@ -103,20 +103,20 @@ class EngineCore:
 
     def spare(self, sequence: Sequence) -> tuple[bool, int]:
         """Returns whether a sequence could begin here at once, and the blocks that would be left."""
-        residents, others = self.residents, [*self.scheduler.running, *self.scheduler.waiting]
+        cache_manager, others = self.cache_manager, [*self.scheduler.running, *self.scheduler.waiting]
         if not self.open:
-            residents.settle()
-        spare = residents.spare(others, sequence)
-        return len(others) < residents.config.max_seqs and spare >= 0, spare
+            cache_manager.settle()
+        spare = cache_manager.spare(others, sequence)
+        return len(others) < cache_manager.config.max_seqs and spare >= 0, spare
 
     def known(self, sequence: Sequence) -> int:
         """Returns the leading tokens of a sequence that a prefix cache has here, or will have."""
-        return self.residents.sharing.known([*self.scheduler.running, *self.scheduler.waiting], sequence)
+        return self.cache_manager.sharing.known([*self.scheduler.running, *self.scheduler.waiting], sequence)
 
     def may_have_room(self, sequence: Sequence) -> bool:
         """Tells whether there may be room for a sequence that has not been examined yet."""
-        residents = self.residents
-        return residents.may_have_more and not self.scheduler.waiting and residents.can_hold(sequence)
+        cache_manager = self.cache_manager
+        return cache_manager.may_have_more and not self.scheduler.waiting and cache_manager.can_hold(sequence)
 
     def receive(self, request: Request) -> None:
         """Adds a request to those that wait here."""
@@ -155,19 +155,19 @@ class EngineCore:
 
     def refuse_step(self) -> None:
         """Raises RuntimeError if no step can be taken now: the memory is released, or parameters are gone."""
-        if self.residents.is_released:
+        if self.cache_manager.is_released:
             raise RuntimeError(RELEASED)
-        for pipeline in self._all_runners():
-            pipeline.refuse_donated()
+        for runner in self._all_runners():
+            runner.refuse_donated()
 
     @property
     def can_step(self) -> bool:
         """Tells whether `refuse_step` raises nothing."""
-        return not self.residents.is_released and all(p.has_parameters for p in self._all_runners())
+        return not self.cache_manager.is_released and all(runner.has_parameters for runner in self._all_runners())
 
     def list_running(self) -> list[Request]:
         """Returns the requests of which something was computed already."""
-        if not self.residents.is_released:
+        if not self.cache_manager.is_released:
             self.settle()
         return [request for request, sequence in self.open.items() if self._is_running(sequence)]
 
@@ -184,15 +184,15 @@ class EngineCore:
         with self._soundness:
             for request in self.open:
                 request.restart()
-            for residents in self._all_cache_managers():
-                if not residents.is_released:
-                    residents.recover()
-                residents.prefix_rows.rename(model)
-            self.pipeline.leaves = leaves
+            for cache_manager in self._all_cache_managers():
+                if not cache_manager.is_released:
+                    cache_manager.recover()
+                cache_manager.prefix_rows.rename(model)
+            self.runner.leaves = leaves
             if self.prefill is not None and prefill is not None:
                 (apart,) = self.prefill.list_runners()
                 apart.leaves = prefill
-            if self.residents.is_released:
+            if self.cache_manager.is_released:
                 self._queue_open({})
             else:
                 self._restart()
@@ -203,19 +203,19 @@ class EngineCore:
         else they are dropped, and requests computed again from their tokens. With `parameters` it lets go of these,
         too, until `update`."""
         if parameters:
-            for pipeline in self._all_runners():
-                pipeline.drop_parameters()
-        if self.residents.is_released:
+            for runner in self._all_runners():
+                runner.drop_parameters()
+        if self.cache_manager.is_released:
             return
         self.settle()
         with self._soundness:
             for sequence in list(self.scheduler.running) if keep else []:
-                self.residents.offer(sequence)
-                self.residents.swap_out(sequence)
+                self.cache_manager.offer(sequence)
+                self.cache_manager.swap_out(sequence)
             hosted = {r: (s.host, s.num_hosted) for r, s in self.open.items() if s.host and not callable(s.host)}
-            self.residents.recover()
-            self.residents.release(keep=keep)
-            for component in (self.pipeline, self.drafter, self.prefill):
+            self.cache_manager.recover()
+            self.cache_manager.release(keep=keep)
+            for component in (self.runner, self.drafter, self.prefill):
                 if component is not None:
                     component.release()
             self._queue_open(hosted)
@@ -223,12 +223,12 @@ class EngineCore:
     def restore(self) -> None:
         """Takes the memory again that `release` gave back, if it did. A second call completes an interrupted first
         one."""
-        if not self.residents.is_released:
+        if not self.cache_manager.is_released:
             return
-        self.pipeline.clear()
+        self.runner.clear()
         if self.prefill is not None:
             self.prefill.restore()
-        self.residents.restore()
+        self.cache_manager.restore()
 
     def adopt(self, sequences: list[Sequence]) -> None:
         """Adopts sequences of another process."""
@@ -245,14 +245,14 @@ class EngineCore:
 
     def name_model(self) -> str | None:
         """Returns a fingerprint of the model. Raises RuntimeError if its parameters are gone."""
-        self.pipeline.refuse_donated()
-        return fingerprint(jax.tree.unflatten(self.pipeline.structure, self.pipeline.leaves))
+        self.runner.refuse_donated()
+        return fingerprint(jax.tree.unflatten(self.runner.structure, self.runner.leaves))
 
     def reset(self) -> None:
         """Starts again with an empty cache."""
         with self._soundness:
-            for residents in self._all_cache_managers():
-                residents.reset()
+            for cache_manager in self._all_cache_managers():
+                cache_manager.reset()
             self._restart()
             self._rest()
 
@@ -261,7 +261,7 @@ class EngineCore:
         submitted = [sample for request in self.submitted for sample in request.samples]
         for request in (*self.open, *submitted):
             request.withdraw()
-        for component in (self.residents, self.pipeline, self.drafter, self.prefill):
+        for component in (self.cache_manager, self.runner, self.drafter, self.prefill):
             if component is not None:
                 component.close()
         self.submitted.clear()
@@ -276,39 +276,39 @@ class EngineCore:
         self.make_sound()
         steps = tuple({1, self.steps_per_dispatch})
         others = [component.warm() for component in (self.drafter, self.prefill) if component is not None]
-        return [*self.pipeline.warm(kinds, counts, steps), *self.residents.warm(), *itertools.chain(*others)]
+        return [*self.runner.warm(kinds, counts, steps), *self.cache_manager.warm(), *itertools.chain(*others)]
 
     def _send(self) -> list[Sequence] | None:
         """Sends a step. Returns the sequences that get tokens by it; None: there was no step to send."""
-        scheduler, residents = self.scheduler, self.residents
+        scheduler, cache_manager = self.scheduler, self.cache_manager
         for sequence in scheduler.running:
-            residents.keep_states(sequence)
-        residents.states.note_partings(scheduler.running, scheduler.waiting.first())
+            cache_manager.keep_states(sequence)
+        cache_manager.states.note_partings(scheduler.running, scheduler.waiting.first())
         self._guess()
         try:
-            step = scheduler.plan(certain=not self.pipeline.flights)
+            step = scheduler.plan(certain=not self.runner.flights)
         except Unsure:
             self._read(0)
             step = scheduler.plan()
         if not step.counts:
             self._read(0)
             if scheduler.waiting:  # there may be more room than known
-                residents.settle()
+                cache_manager.settle()
                 step = scheduler.plan()
         if not step.counts:
             return None
         steps = 1 if self.submitted else scheduler.stretch(step, self.steps_per_dispatch)
-        residents.free_rows(are_wanted=bool(scheduler.waiting))
-        work = self.pipeline.send(step, steps)
+        cache_manager.free_rows(are_wanted=bool(scheduler.waiting))
+        work = self.runner.send(step, steps)
         due = scheduler.commit(step)
-        if residents.eviction is not None:
-            self.pipeline.thin([s for s in step.counts if residents.eviction.is_due(s)])
+        if cache_manager.eviction is not None:
+            self.runner.thin([s for s in step.counts if cache_manager.eviction.is_due(s)])
         for sequence, _, count in work:
             # The computed part of a prompt is useful to others already. A sequence that needs it earlier asks for it
             # when it begins, but blocks that leave windows would be gone then.
             is_prompt = count > 1 and steps == 1 and not sequence.guesses
-            if is_prompt and (sequence.pending <= 1 or residents.config.has_windows):
-                residents.offer(sequence)
+            if is_prompt and (sequence.pending <= 1 or cache_manager.config.has_windows):
+                cache_manager.offer(sequence)
         return due
 
     def _guess(self) -> None:
@@ -321,15 +321,15 @@ class EngineCore:
             # At one token before the limit, draft tokens are of no use.
             if sequence.pending == 1 and not sequence.followers and sequence.limit - sequence.length > 1:
                 ready.append(sequence)
-        guessed = self.drafter.guess(ready, self.pipeline.draft_tokens)
+        guessed = self.drafter.guess(ready, self.runner.draft_tokens)
         for sequence, guesses in zip(ready, guessed, strict=True):
-            most = self.residents.states.limit_guesses(sequence, sequence.limit - sequence.length - 1)
+            most = self.cache_manager.states.limit_guesses(sequence, sequence.limit - sequence.length - 1)
             sequence.guesses, sequence.parents = guesses.tokens[:most], guesses.parents[:most]
 
     def _read(self, left: int) -> None:
         """Reads steps until `left` are in flight."""
-        while len(self.pipeline.flights) > left:
-            for sequence, tokens in self.pipeline.read():
+        while len(self.runner.flights) > left:
+            for sequence, tokens in self.runner.read():
                 request = sequence.request
                 for token, logprobs in tokens:
                     if request.done:  # this token was computed before that was known
@@ -356,7 +356,7 @@ class EngineCore:
             self.open |= {sequence.request: sequence for sequence in new}
             self.submitted.popleft()
             # One token has no prefix to share, and rows that evict share nothing.
-            if len(request.prompt) > 1 and self.residents.eviction is None:
+            if len(request.prompt) > 1 and self.cache_manager.eviction is None:
                 for first in new[:1]:
                     first.followers, new = new[1:], [first]
             for first in new:
@@ -372,26 +372,26 @@ class EngineCore:
     def _rest(self) -> None:
         """Forgets in-flight steps if no work is left. Rows are freed when they are needed or inspected."""
         if not self.open:
-            self.pipeline.flights.clear()
+            self.runner.flights.clear()
             if self.prefill is not None:
                 self.prefill.rest()
 
     def _all_cache_managers(self) -> list[CacheManager]:
-        return [self.residents, *(self.prefill.list_cache_managers() if self.prefill else [])]
+        return [self.cache_manager, *(self.prefill.list_cache_managers() if self.prefill else [])]
 
     def _all_runners(self) -> list[ModelRunner]:
-        return [self.pipeline, *(self.prefill.list_runners() if self.prefill else [])]
+        return [self.runner, *(self.prefill.list_runners() if self.prefill else [])]
 
     def make_sound(self) -> None:
         """Rebuilds everything from the durable state after an interrupted call."""
         if not self._soundness.is_kept:
-            for residents in self._all_cache_managers():
-                residents.recover()
+            for cache_manager in self._all_cache_managers():
+                cache_manager.recover()
             self._restart()
             self._soundness.end()
 
     def _restart(self) -> None:
-        self.pipeline.clear()
+        self.runner.clear()
         if self.prefill is not None:
             self.prefill.restart()
         self._queue_open({})
@@ -405,15 +405,15 @@ class EngineCore:
             self.scheduler.waiting.add(sequence)
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self.residents, step_tokens=self.step_tokens, long_prefill_tokens=self.long_prefill_tokens)
+        return Scheduler(self.cache_manager, step_tokens=self.step_tokens, long_prefill_tokens=self.long_prefill_tokens)
 
     def _refuse(self, sequence: Sequence) -> None:
         """Ends a request that has no room even once all others have ended."""
         request = sequence.request
         request.refuse(
             f"There is no room for prompt {request.number} with {len(sequence.tokens)} tokens: "
-            f"{self.residents.available} blocks can be had. Unpin blocks of the prefix cache, or give the cache more "
-            "num_blocks."
+            f"{self.cache_manager.available} blocks can be had. Unpin blocks of the prefix cache, or give the cache "
+            "more num_blocks."
         )
         self.scheduler.finish(sequence)
         del self.open[request]

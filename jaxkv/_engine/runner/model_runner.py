@@ -63,7 +63,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Any,
-        residents: CacheManager,
+        cache_manager: CacheManager,
         hook: Hook | None,
         step_tokens: int,
         draft_tokens: int,
@@ -71,28 +71,28 @@ class ModelRunner:
         hook_args: HookArgs | None = None,
         deterministic: bool = False,
     ):
-        self.residents, self.hook = residents, hook
+        self.cache_manager, self.hook = cache_manager, hook
         self.hook_args = hook_args or HookArgs()
         # Flattening a model takes longer than a step.
         self.leaves, self.structure = jax.tree.flatten(model)
         self._program = step_program(
-            jax.tree.structure(residents.cache),
+            jax.tree.structure(cache_manager.cache),
             self.structure,
             hook,
-            residents.prefix is None,
+            cache_manager.prefix is None,
             deterministic,
-            residents.device.shared,
+            cache_manager.device.shared,
         )
         # Sizes of packed steps: few, since each is a program to compile. A step that fills a quarter of its slots takes
         # no longer on a chip, and on a CPU less than compiling another program.
         self.sizes = [step_tokens]
-        while self.sizes[0] // 4 >= max(SMALLEST_STEP, residents.config.max_seqs):
+        while self.sizes[0] // 4 >= max(SMALLEST_STEP, cache_manager.config.max_seqs):
             self.sizes.insert(0, self.sizes[0] // 4)
         self._shapes: set[Any] = set()  # shapes called so far
         self._remembered = Remembered()
-        if (eviction := residents.eviction) is not None:
-            self._remembered = make_memory(eviction, residents.cache, self._one_token)
-            self._thin = thin_program(jax.tree.structure(residents.cache), eviction, self._remembered.asked)
+        if (eviction := cache_manager.eviction) is not None:
+            self._remembered = make_memory(eviction, cache_manager.cache, self._one_token)
+            self._thin = thin_program(jax.tree.structure(cache_manager.cache), eviction, self._remembered.asked)
         self.draft_tokens = draft_tokens  # the limit of draft tokens of a row
         self.guesses_trees = branches > 1
         self.steps = self.tokens = self.proposed = self.accepted = 0
@@ -100,11 +100,11 @@ class ModelRunner:
 
     def clear(self) -> None:
         """Forgets in-flight steps."""
-        config = self.residents.config
+        config = self.cache_manager.config
         self.flights: collections.deque[InFlightStep] = collections.deque()
         queries = self._remembered.zeros()
         memory = new_memory(config.max_seqs, config.max_seq_len, self.hook, queries)
-        self._memory = put_replicated(memory, self.residents.device.place)  # where steps return it, too
+        self._memory = put_replicated(memory, self.cache_manager.device.place)  # where steps return it, too
         self._noted: dict[int, Sequence] = {}  # the sequence of each row whose tokens the memory has
         self._idle_since = 0.0  # when the device was seen to finish
 
@@ -155,8 +155,8 @@ class ModelRunner:
 
     def send(self, step: ScheduledStep, steps: int) -> list[tuple[Sequence, int, int]]:
         """Sends a step. Returns each sequence in it with its row and its number of tokens."""
-        residents = self.residents
-        residents.make_room(step.blocks)
+        cache_manager = self.cache_manager
+        cache_manager.make_room(step.blocks)
         work = [(s, s.row, n) for s, n in step.counts.items() if s.row is not None]
         work.sort(key=lambda item: item[1])  # packed tokens come row by row
         form = self.hook_args.form
@@ -217,7 +217,7 @@ class ModelRunner:
         is_first, width = shape not in self._shapes, max(steps, verify + 1)
         self.flights.append(
             InFlightStep(
-                result, due, width, verify > 0, step.num_tokens, residents.room.mark(), began, is_first, scored
+                result, due, width, verify > 0, step.num_tokens, cache_manager.room.mark(), began, is_first, scored
             )
         )
         self._shapes.add(shape)
@@ -227,8 +227,9 @@ class ModelRunner:
     def thin(self, sequences: list[Sequence]) -> None:
         """Evicts tokens of the rows of sequences, after the step that was sent last."""
         if sequences:
-            due = np.isin(np.arange(self.residents.config.max_seqs), [s.row for s in sequences if s.row is not None])
-            self.residents.call(self._thin, due, self._memory.queries)
+            rows = [s.row for s in sequences if s.row is not None]
+            due = np.isin(np.arange(self.cache_manager.config.max_seqs), rows)
+            self.cache_manager.call(self._thin, due, self._memory.queries)
 
     def read(self) -> list[tuple[Sequence, list[tuple[int, dict[int, float] | None]]]]:
         """Waits for the oldest in-flight step; returns each sequence's new tokens and any log-probabilities."""
@@ -236,7 +237,7 @@ class ModelRunner:
         has_waited = not flight.result.numbers.is_ready()
         numbers = np.asarray(flight.result.numbers).tolist()
         now = time.perf_counter()
-        max_seqs = self.residents.config.max_seqs
+        max_seqs = self.cache_manager.config.max_seqs
         size = flight.steps * max_seqs
         tokens, rest, due = numbers[:size], numbers[size:], flight.due
         if flight.verify:
@@ -246,9 +247,9 @@ class ModelRunner:
         # An upper bound: it is unknown when the device finished, if it was done before this.
         seconds = (now - max(flight.began, self._idle_since)) / flight.num_tokens
         self._idle_since = now if has_waited else 0.0
-        self.residents.note_computed(room, flight.mark, None if flight.is_first else seconds)
+        self.cache_manager.note_computed(room, flight.mark, None if flight.is_first else seconds)
         if min(tokens) < 0:  # the scheduler counts blocks as the cache does: this would be a bug
-            check(self.residents.cache)
+            check(self.cache_manager.cache)
         likely: Any = flight.result.likeliest and [
             np.asarray(x).reshape(flight.steps, max_seqs, -1) for x in flight.result.likeliest
         ]
@@ -288,14 +289,14 @@ class ModelRunner:
             for kind in kinds
             for count in counts
         ]
-        if self.residents.eviction is not None:
-            calls.append(lambda: self.residents.call(self._thin, rows[COUNT] > 0, self._memory.queries))
+        if self.cache_manager.eviction is not None:
+            calls.append(lambda: self.cache_manager.call(self._thin, rows[COUNT] > 0, self._memory.queries))
         return calls
 
     def _call(
         self, rows: np.ndarray, tokens: np.ndarray | None, variant: StepVariant, targets: np.ndarray | None = None
     ) -> Result:
-        numbers, *out = self.residents.call(
+        numbers, *out = self.cache_manager.call(
             self._program, self.leaves, self._memory, rows, tokens, targets, variant=variant
         )
         structure: Any = jax.tree.structure(self._memory)
@@ -316,12 +317,12 @@ class ModelRunner:
     def _rows(self, form: Form | None) -> np.ndarray:
         """Returns the step's input for idle rows; a new array, since JAX may keep it."""
         size = 0 if form is None else len(form.pack(None))
-        rows = np.zeros((NUM_FIELDS + size, self.residents.config.max_seqs), np.int32)
+        rows = np.zeros((NUM_FIELDS + size, self.cache_manager.config.max_seqs), np.int32)
         rows[TOKEN] = FROM_DEVICE
         return rows
 
     def _note(self, sequence: Sequence, row: int) -> None:
-        tokens = np.zeros(self.residents.config.max_seq_len, np.int32)
+        tokens = np.zeros(self.cache_manager.config.max_seq_len, np.int32)
         tokens[: len(sequence.tokens)] = sequence.tokens
         self._memory = note_tokens(self._memory, np.int32(row), tokens)
         self._noted[row] = sequence

@@ -82,7 +82,7 @@ def test_the_other_process_computes_the_same(pair):
     first.prefix.unpin(PROMPTS[1])
     with pytest.raises(AttributeError, match="has no 'insert' for its users: it has pin, unpin and"):
         _ = first.prefix.insert
-    sent = first._loop.channel
+    sent = first._core.channel
     assert sent.num_bytes < 256 * sent.num_messages
     last = tables(first)
     counts = first.stats()
@@ -175,7 +175,7 @@ def fails(engine, monkeypatch):
     def fail():
         raise KeyError("in a step")
 
-    monkeypatch.setattr(engine._loop.cores, "advance", fail)
+    monkeypatch.setattr(engine._core.core, "advance", fail)
 
 
 def test_an_error_in_all_processes_ends_no_process(pair, monkeypatch):
@@ -219,7 +219,7 @@ def test_a_step_that_is_cut_off_is_the_last(pair, monkeypatch):
     def cut():
         raise SystemExit
 
-    monkeypatch.setattr(first._loop.cores, "advance", cut)
+    monkeypatch.setattr(first._core.core, "advance", cut)
     with pytest.raises(SystemExit):
         first.step()
     with pytest.raises(RuntimeError, match="A step of this engine was cut off here"):

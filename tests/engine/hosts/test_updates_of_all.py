@@ -69,15 +69,15 @@ def test_an_update_that_fails_in_all_processes_ends_in_all(store, make_as_proces
     def train():
         assert other.follow(until_release=True)
         with pytest.raises(KeyError, match="in an update"):
-            other._loop.update(fail)
+            other._core.update(fail)
         other.update(shift(1))
-        assert other._loops[0].pipeline.leaves[0] == 1
+        assert other._cores[0].runner.leaves[0] == 1
         assert not other.follow()
 
     follower(train)
     first.release()
     with pytest.raises(KeyError, match="in an update"):
-        first._loop.update(fail)
+        first._core.update(fail)
     first.update(shift(1))
     first.close()
 

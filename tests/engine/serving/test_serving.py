@@ -151,7 +151,7 @@ def test_an_error_that_cannot_be_tidied_up_leaves_nobody_waiting(model, monkeypa
 
     with jaxkv.Engine(model, **SIZES, logits_hook=hook) as engine, engine.serve():
         for name in ("tidy", "reset"):
-            monkeypatch.setattr(engine._loop, name, fail)
+            monkeypatch.setattr(engine._core, name, fail)
         with pytest.raises(ValueError, match="only once"):
             engine.submit(PROMPT, 4).result(60)
         assert not engine.is_served

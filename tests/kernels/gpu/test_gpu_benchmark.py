@@ -136,7 +136,7 @@ def test_an_engine_compiles_two_programs(rows):
     tokens, seconds, waits = runs.run()
     if rows == 8:
         runs.engine.submit(runs.long, 2).result()
-    assert len(runs.engine._pipeline._shapes) == 2 and runs.engine.stats()["preemptions"] == 0
+    assert len(runs.engine._runner._shapes) == 2 and runs.engine.stats()["preemptions"] == 0
     assert {len(row) for row in tokens} == {128} and len(seconds) == len(waits) > 100
 
 
