@@ -8,31 +8,22 @@ import functools
 import os
 from typing import Any
 
-from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import integer
 from jaxkv._core.state.errors import CacheFileError
 from jaxkv._core.state.interrupts import Numbers
-from jaxkv._engine.frontend.data_parallel import DataParallelCores
-from jaxkv._engine.frontend.request_reader import RequestReader
-from jaxkv._engine.hosts.lockstep import LockstepCores
+from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.requests.entries import read_request, render_request
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._engine.requests.stops import TextStops
-from jaxkv._engine.runner.engine_core import EngineCore, make_sequence
+from jaxkv._engine.runner.engine_core import make_sequence
 from jaxkv._tiers.saved_rows import SavedRows
 
 KEY, VERSION = "engine", 1
 
 
-class Resumable:
+class Resumable(Closable):
     """An engine's `save` and `load`."""
-
-    config: CacheConfig
-    _core: EngineCore | DataParallelCores | LockstepCores
-    _cores: list[EngineCore]
-    _reader: RequestReader
-    _exclusive: Any
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes all requests, and the rows of the running ones, to a file for `load` in another process.

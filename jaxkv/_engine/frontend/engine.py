@@ -13,7 +13,6 @@ from jaxkv._engine.frontend.build import CoreOptions, check_fields, make_cores, 
 from jaxkv._engine.frontend.checkpoint import Resumable
 from jaxkv._engine.frontend.data_parallel import DataParallelCores, join_config, split_fields
 from jaxkv._engine.frontend.engine_lock import EngineLock
-from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.frontend.request_reader import RequestReader
 from jaxkv._engine.frontend.rollouts import Updatable
 from jaxkv._engine.frontend.serving import Servable
@@ -43,7 +42,7 @@ from jaxkv._engine.runner.swap_policy import Swap
 from jaxkv._tiers.prefix_cache.data_parallel import join_prefixes
 
 
-class Engine(Closable, Servable, Resumable, Updatable):
+class Engine(Servable, Resumable, Updatable):
     """A model and its cache, ready to continue prompts. The cache persists between calls.
 
     `submit` adds a request at any time, from any thread; `step` or `run` computes. All other methods are for one thread

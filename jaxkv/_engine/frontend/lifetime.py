@@ -5,9 +5,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
+from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import flag
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
 from jaxkv._engine.frontend.engine_lock import EngineLock
+from jaxkv._engine.frontend.request_reader import RequestReader
 from jaxkv._engine.hosts.lockstep import LockstepCores
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.runner.engine_core import EngineCore
@@ -20,12 +22,19 @@ class Closable:
     without the garbage collector.
     """
 
+    # What `Engine` makes, and other classes that it inherits have.
+    config: CacheConfig
     _core: EngineCore | DataParallelCores | LockstepCores
-    _cores: list[EngineCore]
+    _cores: list[EngineCore]  # its parts; one if rows are not divided
     _turn: EngineLock
+    _reader: RequestReader
     _wake: Callable[[], None]
     _wake_all: Callable[[], None]
-    is_served: bool
+
+    @property
+    def is_idle(self) -> bool: ...  # type: ignore[empty-body]
+    @property
+    def is_served(self) -> bool: ...  # type: ignore[empty-body]
 
     def close(self) -> None:
         """Frees at once the memory of the cache, and all else that the engine holds on devices and the host.

@@ -10,20 +10,15 @@ import jax
 
 from jaxkv._core.config.validation import flag
 from jaxkv._core.state.device_arrays import split_model, take_local_model
-from jaxkv._engine.frontend.data_parallel import DataParallelCores
+from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.hosts.lockstep import LockstepCores
-from jaxkv._engine.runner.engine_core import EngineCore
 from jaxkv._engine.runner.fingerprint import fingerprint
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 
 
-class Updatable:
+class Updatable(Closable):
     """What an engine has for a trainer in the same process: `update`, `release` and `restore`."""
 
-    _core: EngineCore | DataParallelCores | LockstepCores
-    _cores: list[EngineCore]
-    _exclusive: Callable[..., Any]
-    _wake: Callable[[], None]
     _given: Callable[[], Any]
     _given_leaves: "list[weakref.ref[jax.Array]]"
 

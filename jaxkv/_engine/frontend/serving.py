@@ -12,18 +12,14 @@ from typing import Any
 
 import jax
 
-from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import integer
 from jaxkv._core.state.errors import CacheError
-from jaxkv._engine.frontend.data_parallel import DataParallelCores
-from jaxkv._engine.frontend.engine_lock import EngineBusy, EngineLock
+from jaxkv._engine.frontend.engine_lock import EngineBusy
+from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.frontend.metrics import Latencies
-from jaxkv._engine.frontend.request_reader import RequestReader
-from jaxkv._engine.hosts.lockstep import LockstepCores
 from jaxkv._engine.hosts.prefill_server import PrefillServer
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.waiting import call_all, collect_tokens, wait_until
-from jaxkv._engine.runner.engine_core import EngineCore
 
 logger = logging.getLogger("jaxkv.engine")
 BUSY = 1e-3  # seconds until a step is tried again
@@ -43,22 +39,10 @@ class EngineFull(RuntimeError):
     """
 
 
-class Servable:
+class Servable(Closable):
     """What an engine has for threads that wait: `serve`, `wait` and `drain`."""
 
-    _core: EngineCore | DataParallelCores | LockstepCores
-    _cores: list[EngineCore]
-    _turn: EngineLock
-    _reader: RequestReader
-    _exclusive: Callable[..., Any]
-    _refuse_lockstep: Callable[[str], None]
     submit: Callable[..., Request]
-    config: CacheConfig
-
-    @property
-    def is_idle(self) -> bool: ...  # type: ignore[empty-body]
-    @property
-    def is_closed(self) -> bool: ...  # type: ignore[empty-body]
 
     def _prepare_serving(self, max_waiting: int | None) -> None:
         self.max_waiting = None if max_waiting is None else integer("max_waiting", max_waiting, least=1)
