@@ -49,7 +49,7 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
     for group, tables in enumerate(cache.tables):
         skipped = None if tables.skipped is None else tables.skipped[:, None]
         columns = jnp.arange(cache.config.table_widths[group], dtype=jnp.int32)[None]
-        block = blocks_of(columns, skipped, cache.config.group_sinks[group])
+        block = blocks_of(columns, skipped, cache.config.group_sink_blocks[group])
         position = (block[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(len(block), -1)
         keep = jnp.ones(tables.kept.shape, bool).at[list_blocks(tables)].set(False) | (tables.kept != 0)
         keep = jnp.repeat(keep[:, None], cache.config.block_size, axis=1)

@@ -214,7 +214,7 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
         column = np.arange(width)
         first = config.first_retained_block(g, held) * config.block_size // saved.block_size
         end = -(-held // saved.block_size)
-        kept = (column >= first[:, None]) | (column < config.group_sinks[g])
+        kept = (column >= first[:, None]) | (column < config.group_sink_blocks[g])
         if ((tables != 0) != (kept & (column < end[:, None]))).any():
             raise ValueError(f"tables.{g} does not hold the tokens of the rows")
         for i in layers:

@@ -48,7 +48,7 @@ class RowsToSave:
                 reblock(
                     rows_held.tables, rows_held.lengths, size, self.block_size,
                     first=config.first_retained_block(g, rows_held.lengths),
-                    sinks=config.group_sinks[g],
+                    sink_blocks=config.group_sink_blocks[g],
                 )
                 for rows_held in held
             ]  # fmt: skip

@@ -32,7 +32,7 @@ class HostBlocks:
 
     lengths: np.ndarray  # i32[n]: tokens of each row, evicted ones included
     # For each group; of one that evicts by heads n is K * n, head row by head row: see `head_rows`.
-    first: tuple[np.ndarray, ...]  # i32[n]: logical index of the row's first block after `group_sinks`
+    first: tuple[np.ndarray, ...]  # i32[n]: logical index of the row's first block after `group_sink_blocks`
     count: tuple[np.ndarray, ...]  # i32[n]: blocks of the row
     order: tuple[np.ndarray, ...]  # i32[m]: indices into the B blocks, row by row, in the order of their tables
     held: tuple[np.ndarray | None, ...]  # i32[n]: tokens left; None: all, in a group that does not evict
@@ -87,7 +87,7 @@ class HostBlocks:
         )
 
     def drop_shared(
-        self, num_blocks: int, first_held: Sequence[int], sinks: Sequence[int]
+        self, num_blocks: int, first_held: Sequence[int], sink_blocks: Sequence[int]
     ) -> tuple["HostBlocks", list[int]]:
         """Returns one row without the contents of blocks that another row of a cache holds, and their number in each
         group.
@@ -96,10 +96,11 @@ class HostBlocks:
 
         Args:
           num_blocks: the leading blocks that both rows have in common.
-          first_held: for each group the first block that the other row certainly holds, behind those of its `sinks`.
+          first_held: for each group the first block that the other row certainly holds, behind its
+            `sink_blocks`.
         """
         parts, orders, dropped = list(self.parts), [], []
-        groups = zip(self.groups, self.count, self.order, self.first, first_held, sinks, strict=True)
+        groups = zip(self.groups, self.count, self.order, self.first, first_held, sink_blocks, strict=True)
         for layers, count, order, first, held_from, num_sinks in groups:
             number = np.arange(int(count.sum()))
             ahead = min(len(number), num_sinks)

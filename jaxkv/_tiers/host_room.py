@@ -37,8 +37,8 @@ def find_held_blocks(cache: Cache, parts: list[Pool | None], lines: Any) -> list
     """Returns, for each group, `i32[B]`: blocks of the cache that equal blocks of a host and can be shared."""
     lengths, firsts, counts, orders, left, _ = jax.tree.map(jnp.asarray, lines)
     found = []
-    for group, sinks in enumerate(cache.config.group_sinks):
-        entries = list_entries(firsts[group], counts[group], orders[group], sinks)
+    for group, sink_blocks in enumerate(cache.config.group_sink_blocks):
+        entries = list_entries(firsts[group], counts[group], orders[group], sink_blocks)
         tokens = jnp.tile(lengths, cache.config.group_heads[group]) if left[group] is None else left[group]
         found.append(match_group_blocks(cache, group, entries, tokens, parts))
     return found
@@ -48,12 +48,12 @@ def find_blocks_of(cache: Cache, lines: Any, none: list[jax.Array], source: Any,
     """Returns, for each group, `i32[B]`: what row `source` still holds of the first `num_blocks` of a host's row."""
     lengths, firsts, counts, orders, *_ = jax.tree.map(jnp.asarray, lines)
     found = []
-    for group, (tables, sinks) in enumerate(zip(cache.tables, cache.config.group_sinks, strict=True)):
-        entries = list_entries(firsts[group], counts[group], orders[group], sinks)
+    for group, (tables, sink_blocks) in enumerate(zip(cache.tables, cache.config.group_sink_blocks, strict=True)):
+        entries = list_entries(firsts[group], counts[group], orders[group], sink_blocks)
         end = (entries.column + 1) * cache.config.block_size
         shared = entries.is_there & (entries.column < num_blocks) & (end <= lengths[0])
         skipped = None if tables.skipped is None else tables.skipped[source]
-        column, width = columns_of(entries.column, skipped, sinks), tables.tables.shape[1]
+        column, width = columns_of(entries.column, skipped, sink_blocks), tables.tables.shape[1]
         is_held = shared & (column >= 0) & (column < width)
         place = jnp.where(is_held, entries.block, none[group].shape[0])
         own = tables.tables[source, jnp.clip(column, 0, width - 1)]
@@ -75,15 +75,15 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
     lengths, firsts, counts, orders, left, thinned = jax.tree.map(jnp.asarray, lines)
     config, number = cache.config, lengths.shape[0]
     entries = [
-        list_entries(first, count, order, sinks)
-        for first, count, order, sinks in zip(firsts, counts, orders, config.group_sinks, strict=True)
+        list_entries(first, count, order, sink_blocks)
+        for first, count, order, sink_blocks in zip(firsts, counts, orders, config.group_sink_blocks, strict=True)
     ]
     too_long = are_too_long(lengths, left, config)
     sensible = are_empty(cache, dst)
     granted = sensible & ~too_long
     skips = []
     for group, (group_tables, first, count) in enumerate(zip(cache.tables, firsts, counts, strict=True)):
-        end = first + count - jnp.minimum(count, config.group_sinks[group])
+        end = first + count - jnp.minimum(count, config.group_sink_blocks[group])
         skips.append(skipped_for(first, end, config, group))
         granted &= (end - skips[-1] <= group_tables.tables.shape[1]).reshape(-1, number).all(axis=0)
     entries = [e.skip(skipped[e.line]) for e, skipped in zip(entries, skips, strict=True)]

@@ -73,7 +73,7 @@ def swap_out_rows(cache: Cache, rows: Any, *, with_snapshots: bool) -> tuple[Cac
         # A reserved block holds nothing to move.
         used &= np.arange(entries.shape[1]) < -(-lengths // config.block_size)[:, None]
         count.append(used.sum(axis=1, dtype=np.int32))
-        first.append(first_columns(used, config.group_sinks[group]))
+        first.append(first_columns(used, config.group_sink_blocks[group]))
         left.append(None if group_tables.evicted is None else lengths)
         thinned.append(None if group_tables.thinned is None else group_tables.thinned[lines])
         ids, own = np.unique(entries[used], return_inverse=True)
@@ -197,7 +197,7 @@ def make_host(
         parts=tuple(all_parts),
         states=states,
         groups=config.groups,
-        first=tuple(first_columns(x, sinks) for x, sinks in zip(used, config.group_sinks, strict=True)),
+        first=tuple(map(first_columns, used, config.group_sink_blocks)),
         count=tuple(x.sum(axis=1, dtype=np.int32) for x in used),
         order=tuple(pad(group.tables[x] - 1) for group, x in zip(held, used, strict=True)),
         held=tuple(None if group.thinned is None else group.lengths for group in held),
@@ -208,10 +208,10 @@ def make_host(
     )
 
 
-def first_columns(used: np.ndarray, sinks: int) -> np.ndarray:
-    """Returns `i32[n]`: the first used column of each row after the `sinks` columns of its first tokens, which a window
-    keeps."""
-    return np.argmax(used & (np.arange(used.shape[1]) >= sinks), axis=1).astype(np.int32)
+def first_columns(used: np.ndarray, sink_blocks: int) -> np.ndarray:
+    """Returns `i32[n]`: the first used column of each row after the `sink_blocks` columns of its first tokens, which a
+    window keeps."""
+    return np.argmax(used & (np.arange(used.shape[1]) >= sink_blocks), axis=1).astype(np.int32)
 
 
 def _row_list(cache: Cache, rows: Any) -> np.ndarray:

@@ -161,7 +161,7 @@ def _row_blocks(cache: Cache, row: jax.Array, first: jax.Array, count: jax.Array
     for group, (tables, size) in enumerate(zip(cache.tables, sizes, strict=True)):
         i = jnp.arange(size, dtype=jnp.int32)
         skipped = None if tables.skipped is None else tables.skipped[row]
-        column = columns_of(first[group] + i, skipped, cache.config.group_sinks[group])
+        column = columns_of(first[group] + i, skipped, cache.config.group_sink_blocks[group])
         blocks = jnp.where(
             i < count[group], tables.tables[row, jnp.clip(column, 0, tables.tables.shape[1] - 1)], NULL_BLOCK
         )

@@ -32,9 +32,10 @@ class Entries(NamedTuple):
         return self._replace(column=self.column - jnp.where(self.is_ahead, 0, columns))
 
 
-def list_entries(first: jax.Array, count: jax.Array, order: jax.Array, sinks: int) -> Entries:
-    """Returns the entries of lines that have `count` blocks, `sinks` of them at the front, others from `first` on."""
-    ahead = jnp.minimum(count, sinks)
+def list_entries(first: jax.Array, count: jax.Array, order: jax.Array, sink_blocks: int) -> Entries:
+    """Returns the entries of lines that have `count` blocks, the first `sink_blocks` of the row and others from `first`
+    on."""
+    ahead = jnp.minimum(count, sink_blocks)
     i, end = jnp.arange(order.shape[0], dtype=jnp.int32), jnp.cumsum(count, dtype=jnp.int32)
     found = jnp.searchsorted(end, i, side="right", method="compare_all").astype(jnp.int32)
     line = jnp.minimum(found, count.shape[0] - 1)
@@ -58,11 +59,11 @@ def match_group_blocks(
     tables, size = cache.tables[group], cache.config.block_size
     num_moved = parts[cache.config.groups[group][0]].kv.shape[0]  # type: ignore[union-attr]
     is_full = entries.is_there & ((entries.column + 1) * size <= held[entries.line])
-    sinks, width = cache.config.group_sinks[group], tables.tables.shape[1]
+    sink_blocks, width = cache.config.group_sink_blocks[group], tables.tables.shape[1]
 
     def look_up(lines: jax.Array, number: jax.Array) -> jax.Array:
         """Returns the cache's blocks at logical index `number` of lines."""
-        column = columns_of(number, None if tables.skipped is None else tables.skipped[lines], sinks)
+        column = columns_of(number, None if tables.skipped is None else tables.skipped[lines], sink_blocks)
         own = tables.tables[lines, jnp.clip(column, 0, width - 1)]
         return jnp.where((column >= 0) & (column < width), own, NULL_BLOCK)
 

@@ -218,11 +218,11 @@ class _Sizes:
 
     def limit(self, config: CacheConfig, num_blocks: int, step_tokens: int) -> list[int]:
         """Returns the blocks of each group: `num_blocks`, but no more than its sliding window can use."""
-        reaches, heads, sinks = config.group_visible_tokens, config.group_heads, config.group_sinks
+        reaches, heads, sink_blocks = config.group_visible_tokens, config.group_heads, config.group_sink_blocks
         widest = max(range(len(reaches)), key=lambda g: reaches[g] or math.inf)
         return [
             num_blocks * heads[g] if g == widest or reach is None
-            else min(num_blocks, config.window_blocks(reach, step_tokens, sinks[g]))
+            else min(num_blocks, config.window_blocks(reach, step_tokens, sink_blocks[g]))
             for g, reach in enumerate(reaches)
         ]  # fmt: skip
 
@@ -247,9 +247,9 @@ def _hold(config: CacheConfig, rows: int, blocks_each: float, step_tokens: int) 
         >= (
             all_blocks
             if window is None
-            else min(all_blocks, needed.window_blocks(window, max(step_tokens, rows), sinks))
+            else min(all_blocks, needed.window_blocks(window, max(step_tokens, rows), sink_blocks))
         )
-        for blocks, window, sinks in zip(
-            config.group_blocks, config.group_visible_tokens, config.group_sinks, strict=True
+        for blocks, window, sink_blocks in zip(
+            config.group_blocks, config.group_visible_tokens, config.group_sink_blocks, strict=True
         )
     )

@@ -129,13 +129,13 @@ def number_blocks(cache: Cache, layer: int, column: jax.Array) -> jax.Array:
         return column
     end = -(-tables.lengths // config.block_size)
     first = jnp.maximum(tables.skipped, end - blocks_of_bounds(cache, layer))  # the last ones have bounds in any case
-    return blocks_of(column, first[:, None], config.group_sinks[config.group(layer)])
+    return blocks_of(column, first[:, None], config.group_sink_blocks[config.group(layer)])
 
 
 def take_entries(cache: Cache, layer: int, block: jax.Array) -> jax.Array:
     """Returns the entries of a layer's table for logical blocks `i32[S, n]`; the null block for those that left it."""
-    tables, sinks = cache.layer(layer).tables, cache.config.group_sinks[cache.config.group(layer)]
-    column = columns_of(block, None if tables.skipped is None else tables.skipped[:, None], sinks)
+    tables, sink_blocks = cache.layer(layer).tables, cache.config.group_sink_blocks[cache.config.group(layer)]
+    column = columns_of(block, None if tables.skipped is None else tables.skipped[:, None], sink_blocks)
     width = tables.tables.shape[1]
     entries = jnp.take_along_axis(tables.tables, jnp.clip(column, 0, width - 1), axis=1)
     return jnp.where((column >= 0) & (column < width), entries, NULL_BLOCK)

@@ -136,7 +136,7 @@ def choose_tokens(
         if (skipped := opened.tables.skipped) is not None:
             tables, size = opened.tables, opened.config.block_size
             row = locate(token_axes, tables.lengths, tables.new, tables.offsets).row[..., None]
-            block = blocks_of(position // size, skipped[row], opened.config.group_sinks[opened.group])
+            block = blocks_of(position // size, skipped[row], opened.config.group_sink_blocks[opened.group])
             position = jnp.where(position < 0, -1, block * size + position % size)
         return position, score
 

@@ -21,7 +21,7 @@ def can_share(config: CacheConfig) -> bool:
 def find_sharing(config: CacheConfig, tables: BlockTables, group: int, queries: jax.Array) -> jax.Array:
     """Returns `i32[4, S]`, the sharing of rows in a group's layers: see `pallas_kernels.common.shared_prefix`."""
     before = tables.lengths - tables.new
-    if config.group_sinks[group]:  # rows are read one by one
+    if config.group_sink_blocks[group]:  # rows are read one by one
         return jnp.zeros((4, before.shape[0]), jnp.int32)
     first = config.first_retained_block(group, before)
     if tables.skipped is not None:  # what rows share stands in the same columns, or is read one by one
@@ -42,7 +42,7 @@ def count_blocks_read(
         common = common if tables.skipped is None else jnp.where(common > 0, common + tables.skipped, 0)
         at_once = jnp.sum(-(-of.queries // together) * jnp.maximum(common - first, 0))
         first = jnp.maximum(first, common)
-    first -= jnp.minimum(first, config.group_sinks[group])
+    first -= jnp.minimum(first, config.group_sink_blocks[group])
     own = jnp.where(tables.new > 0, count_blocks(tables.lengths, config.block_size) - first, 0)
     return jnp.sum(own) + at_once
 

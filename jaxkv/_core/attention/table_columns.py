@@ -36,7 +36,7 @@ def add_columns(layer: Layer, *, aligned: bool, apart: bool) -> Layer:
         units = (max(1, tokens // config.block_size) for tokens in PIECES)
         unit = math.lcm(config.group_units[layer.group], *units)
         left, width = tables.skipped % unit, width + unit - 1
-    entries = logical_entries(tables.tables, left, width, config.group_sinks[layer.group])
+    entries = logical_entries(tables.tables, left, width, config.group_sink_blocks[layer.group])
     tables = dataclasses.replace(tables, tables=entries, skipped=tables.skipped - left)
     return dataclasses.replace(layer, tables=tables)
 
@@ -51,7 +51,7 @@ def columns_of_blocks(layer: Layer, blocks: Any) -> jax.Array:
     tables, block = layer.tables, jnp.asarray(blocks)
     width = tables.tables.shape[1]
     if tables.skipped is not None:
-        column = columns_of(block, tables.skipped[:, None], layer.config.group_sinks[layer.group])
+        column = columns_of(block, tables.skipped[:, None], layer.config.group_sink_blocks[layer.group])
         block = jnp.sort(jnp.where((block < 0) | (column < 0), width, column), axis=1)
     return jnp.where(block < width, block, -1)
 
@@ -68,18 +68,18 @@ def mask_of_columns(layer: Layer, mask: jax.Array, row: jax.Array) -> jax.Array:
 def places_of_tokens(layer: Layer, tokens: jax.Array, row: jax.Array) -> jax.Array:
     """Returns the places in their tables of the positions `tokens`, i32[S, T, n] or i32[N, n], of tokens of rows
     `i32[S or N]`; -1 of what has left the table."""
-    tables, size, sinks = layer.tables, layer.config.block_size, layer.config.group_sinks[layer.group]
+    tables, size, sink_blocks = layer.tables, layer.config.block_size, layer.config.group_sink_blocks[layer.group]
     assert tables.skipped is not None
     block, skipped = tokens // size, jnp.expand_dims(tables.skipped[row], range(1, tokens.ndim))
-    column = columns_of(block, skipped, sinks)
+    column = columns_of(block, skipped, sink_blocks)
     return jnp.where((tokens < 0) | (column < 0), -1, column * size + tokens % size)
 
 
 def _positions(layer: Layer, row: jax.Array) -> jax.Array:
     """Returns the position of each place in the tables of rows `i32[n]`: `i32[n, M * block_size]`."""
-    tables, size, sinks = layer.tables, layer.config.block_size, layer.config.group_sinks[layer.group]
+    tables, size, sink_blocks = layer.tables, layer.config.block_size, layer.config.group_sink_blocks[layer.group]
     assert tables.skipped is not None
     column = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
-    block = blocks_of(column, tables.skipped[row][:, None], sinks)
+    block = blocks_of(column, tables.skipped[row][:, None], sink_blocks)
     position = block[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
     return position.reshape(row.shape[0], -1)

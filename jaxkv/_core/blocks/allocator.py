@@ -96,13 +96,15 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
     )
 
 
-def free_leading_blocks(tables: BlockTables, first: jax.Array, sinks: int = 0) -> BlockTables:
-    """Frees the blocks before column `first[s]` of each row, except its first `sinks`. Most steps have none to free,
-    and then nothing runs."""
+def free_leading_blocks(tables: BlockTables, first: jax.Array, sink_blocks: int = 0) -> BlockTables:
+    """Frees the blocks before column `first[s]` of each row, except its first `sink_blocks`.
+
+    Most steps have none to free, and then nothing runs.
+    """
     column, end = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None], tables.end
     first_held = end - tables.held
-    if sinks:
-        first_held += jnp.minimum(end, sinks)
+    if sink_blocks:
+        first_held += jnp.minimum(end, sink_blocks)
     State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
     def more(state: State) -> jax.Array:
@@ -136,7 +138,7 @@ def free_leading_blocks(tables: BlockTables, first: jax.Array, sinks: int = 0) -
     _, refcounts, free_list, num_free = jax.lax.while_loop(more, drop, state)
     return dataclasses.replace(
         tables,
-        tables=jnp.where((column >= sinks) & (column < first[:, None]), NULL_BLOCK, tables.tables),
+        tables=jnp.where((column >= sink_blocks) & (column < first[:, None]), NULL_BLOCK, tables.tables),
         refcounts=refcounts,
         free_list=free_list,
         num_free=num_free,

@@ -59,7 +59,7 @@ def reblock(
     new_size: int,
     *,
     first: np.ndarray | None = None,
-    sinks: int = 0,
+    sink_blocks: int = 0,
     share: bool = True,
     partial: bool = False,
 ) -> BlockPlan:
@@ -70,7 +70,7 @@ def reblock(
         that left the row's sliding window.
       lengths: `i32[R]`, tokens of each row.
       first: `i32[R]`, the first block of `new_size` that each row needs; default: 0.
-      sinks: number of leading blocks of `new_size` that a row needs too.
+      sink_blocks: number of leading blocks of `new_size` that a row needs too.
       share: whether rows that hold the same tokens of the same blocks share full new blocks. Sharing of whole blocks
         survives a smaller `new_size`; with a larger one only whole new blocks stay shared.
       partial: whether slots of freed tokens at the start of a row's first block may stay empty.
@@ -91,7 +91,7 @@ def reblock(
         if not length:
             continue
         column = np.arange(-(-length // new_size), dtype=np.int64)
-        column = column[(column >= (0 if first is None else first[row])) | (column < sinks)]
+        column = column[(column >= (0 if first is None else first[row])) | (column < sink_blocks)]
         position = column[:, None] * new_size + np.arange(new_size)
         block = table[np.minimum(position // old_size, len(table) - 1)].astype(np.int64)
         gone = (block == NULL_BLOCK) & (position < length)
@@ -154,7 +154,7 @@ def fit(
                         old_size,
                         config.block_size,
                         first=config.first_retained_block(g, lengths),
-                        sinks=config.group_sinks[g],
+                        sink_blocks=config.group_sink_blocks[g],
                         share=not config.contiguous,
                         partial=partial,
                     )

@@ -151,12 +151,12 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
             thinned = repeat_for_heads(target, tables) < tables.evicted + tables.thinned
             gone |= shorter & (target > 0) & any_head(thinned, cache.config)
             continue
-        sinks = cache.config.group_sinks[group]
+        sink_blocks = cache.config.group_sink_blocks[group]
         first, end = cache.config.first_retained_block(group, target), count_blocks(target, cache.config.block_size)
         block = _columns(tables)
         if tables.skipped is not None:
-            block = blocks_of(block, tables.skipped[:, None], sinks)
-            gone |= shorter & (jnp.maximum(first, sinks) < jnp.minimum(end, sinks + tables.skipped))
+            block = blocks_of(block, tables.skipped[:, None], sink_blocks)
+            gone |= shorter & (jnp.maximum(first, sink_blocks) < jnp.minimum(end, sink_blocks + tables.skipped))
         seen = (block >= first[:, None]) & (block < end[:, None])
         gone |= shorter & (seen & (tables.tables == NULL_BLOCK)).any(axis=1)
     granted = _servable(cache, shorter & ~gone, lambda tables, rows: _truncation(cache, tables, target, rows))

@@ -196,7 +196,7 @@ def _make_room(cache: Cache, target: jax.Array) -> tuple[jax.Array, list[jax.Arr
 
     widened = enumerate(cache.tables)
     tables = [
-        slide(group_tables, end_of(group_tables), config.group_sinks[g], config.group_units[g])
+        slide(group_tables, end_of(group_tables), config.group_sink_blocks[g], config.group_units[g])
         for g, group_tables in widened
     ]
     needs = [jnp.maximum(end_of(group_tables) - group_tables.end, 0) for group_tables in tables]
@@ -241,8 +241,8 @@ def release_windows(cache: Cache) -> Cache:
 
     def leave(group: int, tables: BlockTables) -> BlockTables:
         if config.group_visible_tokens[group] is not None:
-            first, sinks = config.first_retained_block(group, tables.lengths), config.group_sinks[group]
-            tables = free_leading_blocks(tables, columns_of(first, tables.skipped, sinks), sinks)
+            first, sink_blocks = config.first_retained_block(group, tables.lengths), config.group_sink_blocks[group]
+            tables = free_leading_blocks(tables, columns_of(first, tables.skipped, sink_blocks), sink_blocks)
         return dataclasses.replace(tables, new=jnp.zeros_like(tables.new))  # their context may be gone
 
     return cache.replace(tables=tuple(leave(group, tables) for group, tables in enumerate(cache.tables)))

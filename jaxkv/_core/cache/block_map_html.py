@@ -48,9 +48,10 @@ class Square(NamedTuple):
 def list_squares(tables: BlockTables, config: CacheConfig, group: int) -> list[Square]:
     """Returns a group's blocks in order; its tables must be on the host."""
     owners: dict[int, list[tuple[int, int, int]]] = {}  # block -> rows, tokens in the block, first position
-    block_size, rows, sinks = config.block_size, config.max_seqs, config.group_sinks[group]
+    block_size, rows, sink_blocks = config.block_size, config.max_seqs, config.group_sink_blocks[group]
     for line, column in zip(*np.nonzero(tables.tables), strict=True):
-        first = int(blocks_of(column, None if tables.skipped is None else tables.skipped[line], sinks)) * block_size
+        skipped = None if tables.skipped is None else tables.skipped[line]
+        first = int(blocks_of(column, skipped, sink_blocks)) * block_size
         tokens = int(np.clip(tables.lengths[line] - first, 0, block_size))
         owners.setdefault(int(tables.tables[line, column]), []).append((int(line) % rows, tokens, first))
     found = []

@@ -220,7 +220,7 @@ def _check_tables(tables: BlockTables, config: CacheConfig, group: int) -> None:
     assert tables.tables.shape[1] == config.table_widths[group], f"the table's columns: {tables.tables.shape}"
     column = np.arange(tables.tables.shape[1])
     end = np.max(np.where(used, column + 1, 0), axis=1)
-    sinks = config.group_sinks[group]
+    sink_blocks = config.group_sink_blocks[group]
     first_seen = config.first_retained_block(group, tables.lengths - tables.new)
     assert (tables.skipped is not None) == config.group_slides[group], "rows slide where they can outgrow their table"
     if tables.skipped is not None:
@@ -228,14 +228,14 @@ def _check_tables(tables: BlockTables, config: CacheConfig, group: int) -> None:
         assert ((tables.skipped >= 0) & ((tables.skipped == 0) | (tables.lengths > 0))).all(), (
             f"an empty row begins anew: {tables.skipped}"
         )
-        assert ((tables.skipped == 0) | (first_seen >= sinks + tables.skipped)).all(), (
+        assert ((tables.skipped == 0) | (first_seen >= sink_blocks + tables.skipped)).all(), (
             f"what is seen is there: {tables.skipped}"
         )
         first_seen, tables = first_seen - tables.skipped, relative(tables, block_size)
-    first = np.min(np.where(used & (column >= sinks), column, end[:, None]), axis=1)
-    together = (column >= first[:, None]) | (column < sinks)
+    first = np.min(np.where(used & (column >= sink_blocks), column, end[:, None]), axis=1)
+    together = (column >= first[:, None]) | (column < sink_blocks)
     assert (used == (together & (column < end[:, None]))).all(), "a row's entries stand together"
-    first = np.where((first <= sinks) | (end <= sinks), 0, first)
+    first = np.where((first <= sink_blocks) | (end <= sink_blocks), 0, first)
     assert (end >= -(-tables.lengths // block_size)).all(), (
         f"every row has the blocks for its tokens: {end}, {tables.lengths}"
     )

@@ -17,7 +17,7 @@ from jaxkv._core.config.cache_config import CacheConfig, check_config
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import is_tracing, show
 from jaxkv._core.state.arguments import to_device
-from jaxkv._core.state.head_rows import list_shard_blocks, refuse_sinks
+from jaxkv._core.state.head_rows import list_shard_blocks, refuse_sink_tokens
 from jaxkv._core.state.multihost import check_agreement, list_processes, put_replicated
 from jaxkv._core.state.sharding import count_shards
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
@@ -294,7 +294,7 @@ def _check_runs(config: CacheConfig, count: int, context: str) -> None:
             f"Blocks of {config.block_size} tokens cannot be divided among the {count} devices of the mesh axis "
             f"{context!r}: make block_size a multiple of it, {-(-config.block_size // count) * count}, say."
         )
-    refuse_sinks(config, f"Divided over the mesh axis {context!r}, a cache takes")
+    refuse_sink_tokens(config, f"Divided over the mesh axis {context!r}, a cache takes")
     for i, layer in enumerate(config.layers):
         if layer.bounds:
             raise ValueError(

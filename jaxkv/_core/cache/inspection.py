@@ -233,8 +233,8 @@ class Views:
             )
             head = jax.lax.broadcasted_iota(jnp.int32, row.shape, row.ndim - 1)
             row = jnp.where((row >= 0) & (row < found.rows), row + head * found.rows, -1)
-        sinks = self.config.group_sinks[found.group]
-        return _slots(tables, row, position, self.config.block_size, sinks)
+        sink_blocks = self.config.group_sink_blocks[found.group]
+        return _slots(tables, row, position, self.config.block_size, sink_blocks)
 
     def read(self, layer: int, row: Any, position: Any) -> tuple[jax.Array, jax.Array]:
         """Returns keys and values `[..., K, D]` of tokens; 0 where there is none. `row` and `position` broadcast.
@@ -291,8 +291,8 @@ class Views:
     def _logical(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """Returns the blocks of a layer's rows in order from the first on, and the rows' lengths."""
         tables, group = self.layer(layer).tables, self.config.group(layer)
-        width, sinks = self.config.max_blocks_per_seq, self.config.group_sinks[group]
-        return logical_entries(tables.tables, tables.skipped, width, sinks), tables.lengths
+        width, sink_blocks = self.config.max_blocks_per_seq, self.config.group_sink_blocks[group]
+        return logical_entries(tables.tables, tables.skipped, width, sink_blocks), tables.lengths
 
     def _evicts_by_heads(self, layer: int) -> bool:
         return self.config.group_evicts[self.config.group(layer)] == "head"
@@ -332,13 +332,13 @@ class Views:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "sinks"))
-def _slots(tables: BlockTables, row: jax.Array, position: jax.Array, block_size: int, sinks: int) -> Any:
+@functools.partial(jax.jit, static_argnames=("block_size", "sink_blocks"))
+def _slots(tables: BlockTables, row: jax.Array, position: jax.Array, block_size: int, sink_blocks: int) -> Any:
     rows, width = tables.tables.shape
     own = jnp.clip(row, 0, rows - 1)
     inside = (row >= 0) & (row < rows) & (position >= 0)
     inside &= position < tables.lengths[own]
-    column = columns_of(position // block_size, None if tables.skipped is None else tables.skipped[own], sinks)
+    column = columns_of(position // block_size, None if tables.skipped is None else tables.skipped[own], sink_blocks)
     inside &= column >= 0
     block = tables.tables[own, jnp.clip(column, 0, width - 1)]
     return jnp.where(inside, block, 0), jnp.where(inside, position % block_size, 0)

@@ -331,7 +331,7 @@ class CacheConfig(MadeLike):
         """Gives `num_blocks` to the group with the longest context, and to the others what they can use at most."""
         blocks = [num_blocks * heads for heads in self.group_heads]
         windows = {
-            g: min(num_blocks, self.window_blocks(reach, step_tokens, self.group_sinks[g]))
+            g: min(num_blocks, self.window_blocks(reach, step_tokens, self.group_sink_blocks[g]))
             for g, reach in enumerate(self.group_visible_tokens)
             if g != self._widest and reach is not None
         }

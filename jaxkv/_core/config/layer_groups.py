@@ -81,7 +81,7 @@ class Groups:
             return min(most, held)
         if self.group_visible_tokens[group] is None:
             return min(most, max(held, FEW_ENTRIES // self.max_seqs))
-        apart = self.group_sinks[group] + self.group_units[group] - 1
+        apart = self.group_sink_blocks[group] + self.group_units[group] - 1
         # The first token of an endless row may be anywhere in its block.
         return min(most + 1 + apart if self.is_endless else most, held + apart)
 
@@ -136,7 +136,7 @@ class Groups:
         return tuple(kept.visible_tokens for kept in self.retentions)
 
     @functools.cached_property
-    def group_sinks(self) -> tuple[int, ...]:
+    def group_sink_blocks(self) -> tuple[int, ...]:
         """Number of leading blocks that each group keeps of a row, besides its sliding window."""
         return tuple(kept.sink_blocks(self.block_size) for kept in self.retentions)
 
@@ -248,7 +248,7 @@ class Groups:
         """Returns the number of leading blocks that a group keeps for the next token of a row, and the first block
         behind them that it keeps."""
         first = self.first_retained_block(group, length)
-        return np.minimum(self.group_sinks[group], first), first
+        return np.minimum(self.group_sink_blocks[group], first), first
 
     def first_position(self, group: int, length: Any) -> Any:
         """Returns the first position that a row's next token attends to; at most the row's last position."""
@@ -258,17 +258,17 @@ class Groups:
         """Returns the maximum blocks of a group that a row holds while it grows to `length` tokens one by one."""
         blocks = -(-length // self.block_size) * self.group_heads[group]
         slots = self.retentions[group].row_slots(self.block_size)
-        return blocks if slots is None else min(blocks, (slots + 1) // self.block_size + self.group_sinks[group])
+        return blocks if slots is None else min(blocks, (slots + 1) // self.block_size + self.group_sink_blocks[group])
 
-    def window_blocks(self, window: int, step_tokens: int | None = None, sinks: int = 0) -> int:
-        """Returns an upper bound on the blocks held by all rows of a sliding-window group that also keeps `sinks`
+    def window_blocks(self, window: int, step_tokens: int | None = None, sink_blocks: int = 0) -> int:
+        """Returns an upper bound on the blocks held by all rows of a sliding-window group that also keeps `sink_blocks`
         leading blocks, for a step that adds `step_tokens` tokens."""
         most = self.max_seqs * self.max_blocks_per_seq
         if step_tokens is None:
             return most
         slots = Window(window).row_slots(self.block_size)
         assert slots is not None
-        return min(most, (self.max_seqs * slots + step_tokens) // self.block_size + self.max_seqs * sinks)
+        return min(most, (self.max_seqs * slots + step_tokens) // self.block_size + self.max_seqs * sink_blocks)
 
     @property
     def _widest(self) -> int:

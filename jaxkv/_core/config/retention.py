@@ -107,13 +107,12 @@ class Window(Full):
     def reader_refusal(self, reader: Full) -> str | None:
         if isinstance(reader, Chunk):
             return f"{self}, and cannot be a layer {reader}"
-        window, sinks = (reader.window, reader.sink_tokens) if isinstance(reader, Window) else (None, None)
+        window, sink_tokens = (reader.window, reader.sink_tokens) if isinstance(reader, Window) else (None, None)
         if window is None or window > self.window:
             return f"which keeps a window of {self.window} tokens: its own window cannot be {window}"
-        if (sinks or 0) > (self.sink_tokens or 0):
-            return (
-                f"which keeps {self.sink_tokens or 'none'} of the first tokens: its own sink_tokens cannot be {sinks}"
-            )
+        if (sink_tokens or 0) > (self.sink_tokens or 0):
+            kept = self.sink_tokens or "none"
+            return f"which keeps {kept} of the first tokens: its own sink_tokens cannot be {sink_tokens}"
         return None
 
     def mask_options(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:

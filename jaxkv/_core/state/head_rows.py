@@ -32,7 +32,7 @@ def refuse_states(config: CacheConfig, what: str) -> None:
             raise ValueError(f"{what} no recurrent layers yet, but layer {i} is one {layer.retention}: leave it out.")
 
 
-def refuse_sinks(config: CacheConfig, what: str) -> None:
+def refuse_sink_tokens(config: CacheConfig, what: str) -> None:
     """Raises ValueError if a layer keeps sink tokens before its window, for a function that does not support that."""
     for i, layer in enumerate(config.layers):
         if layer.sink_tokens is not None and layer.shares_with is None and not config.contiguous:
@@ -53,10 +53,10 @@ def refuse_index(config: CacheConfig, what: str) -> None:
 
 
 def refuse_gaps(config: CacheConfig, what: str, kinds: tuple[str, ...] = ("layer", "head")) -> None:
-    """Calls `refuse_evicting` and `refuse_sinks`, for a function that assumes rows without gaps."""
+    """Calls `refuse_evicting` and `refuse_sink_tokens`, for a function that assumes rows without gaps."""
     refuse_states(config, what)
     refuse_evicting(config, what, kinds)
-    refuse_sinks(config, what)
+    refuse_sink_tokens(config, what)
 
 
 def repeat_for_heads(x: Any, tables: BlockTables) -> Any:

@@ -47,7 +47,7 @@ class Holdings:
         found = []
         for group, at_most in zip(self.groups, most, strict=True):
             first = max(int(self.config.first_retained_block(group, n)) for n in (there, source.cached))
-            shared = max(0, common - first) + min(common, self.config.group_sinks[group], first)
+            shared = max(0, common - first) + min(common, self.config.group_sink_blocks[group], first)
             found.append(min(at_most, all_ - shared))
         return found
 

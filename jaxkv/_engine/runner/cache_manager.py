@@ -288,7 +288,7 @@ class CacheManager:
                 for g in range(len(self.config.groups))
             ]
             # What is shared is there already, and does not travel again.
-            own, shared_blocks = blocks.drop_shared(first, first_held, self.config.group_sinks)
+            own, shared_blocks = blocks.drop_shared(first, first_held, self.config.group_sink_blocks)
             self.make_room([int(count.sum()) - n for count, n in zip(blocks.count, shared_blocks, strict=True)])
             self.call(self._swap_in, np.array([row], np.int32), own, beside, np.int32(first))
             sequence.cached, sequence.host = blocks.num_tokens, None

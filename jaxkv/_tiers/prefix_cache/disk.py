@@ -114,8 +114,8 @@ def _can_recall(
     counts, taken = np.arange(found.size), np.zeros(found.size, np.int64)
     for group, (d, size) in enumerate(zip(on_disk, index.block_bytes, strict=True)):
         total = np.concatenate([[0], np.cumsum(d)])
-        sinks, first = index.config.retained_blocks(group, counts * index.block_size)
-        taken += size * (total[counts] - total[first] + total[sinks])
+        sink_blocks, first = index.config.retained_blocks(group, counts * index.block_size)
+        taken += size * (total[counts] - total[first] + total[sink_blocks])
     return found & ((taken <= room) | (taken == 0))
 
 

@@ -237,12 +237,12 @@ class Ends:
         """Returns what an end at `node` needs, behind an end on the same chain; None: that one lacks first blocks."""
         found, length = {}, (node.depth + 1) * self.config.block_size
         for g in self.windows:
-            sinks, first = (int(x) for x in self.config.retained_blocks(g, length))
+            sink_blocks, first = (int(x) for x in self.config.retained_blocks(g, length))
             found[g] = list(itertools.islice(node.back(), node.depth + 1 - first))
-            if sinks > len(end.windows[g]):
+            if sink_blocks > len(end.windows[g]):
                 return None
-            if sinks:
-                found[g] += end.windows[g][-sinks:]
+            if sink_blocks:
+                found[g] += end.windows[g][-sink_blocks:]
         return found
 
     def is_needed(self, node: Node, group: int) -> bool:
@@ -330,8 +330,8 @@ def can_serve(config: CacheConfig, present: Sequence[np.ndarray]) -> np.ndarray:
     found = np.ones(counts.size, bool)
     for group, there in enumerate(present):
         total = np.concatenate([[0], np.cumsum(there)])
-        sinks, first = config.retained_blocks(group, counts * config.block_size)
-        found &= (total[counts] - total[first] == counts - first) & (total[sinks] == sinks)
+        sink_blocks, first = config.retained_blocks(group, counts * config.block_size)
+        found &= (total[counts] - total[first] == counts - first) & (total[sink_blocks] == sink_blocks)
     return found
 
 
@@ -339,4 +339,4 @@ def find_needed(config: CacheConfig, count: int) -> list[np.ndarray]:
     """Returns, for each group, which of `count` blocks the next token sees: leading ones that stay, and the last."""
     length = count * config.block_size
     kept = (config.retained_blocks(group, length) for group in range(len(config.groups)))
-    return [np.r_[:sinks, first:count] for sinks, first in kept]
+    return [np.r_[:sink_blocks, first:count] for sink_blocks, first in kept]
