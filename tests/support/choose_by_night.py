@@ -27,6 +27,7 @@ ALWAYS = (  # long, and nothing shorter tries what they try
     "tests/core/test_shards.py::test_every_function_gives_what_it_gives_on_one_device",
     "tests/core/test_state_machine.py::",
     "tests/core/test_states.py::test_random_operations_keep_each_row_s_states",
+    "tests/core/test_states_in_one_program.py::",
     "tests/engine/serving/test_serving.py::test_others_may_use_the_engine_meanwhile",
     "tests/engine/test_generate.py::test_reuse_swapping_and_recomputing_change_no_token",
     "tests/engine/test_interrupts.py::",
