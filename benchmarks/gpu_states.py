@@ -104,10 +104,9 @@ def steps_of(
     """Who takes part in a step of so many rows and tokens of each: this library's kernels, XLA, and in decode a copy in
     place."""
     size = rows * int(np.prod(shape.state)) * 4
-    pools, expected = (
-        1 if interpret is not None else min(8, max(2, -(-int(IN_TURN) // size))),
-        2 * size / 2e12 + tokens * 1e-6 + 10e-6,
-    )
+    pools, expected = min(8, max(2, -(-int(IN_TURN) // size))), 2 * size / 2e12 + tokens * 1e-6 + 10e-6
+    if interpret is not None:
+        pools, expected = 1, 1.0
     key, row = jax.random.key(0), jnp.arange(rows, dtype=jnp.int32)
     batch = StateBatch(row + 1, 50 + tokens + 0 * row, tokens + 0 * row, None, row + 1)
 
