@@ -22,9 +22,10 @@ from pallas_kernels.api.backends import (
     read_platform,
     unsupported,
 )
-from pallas_kernels.api.mixers import OPS as MIXERS, explain_mixer
+from pallas_kernels.api.mixers import explain_mixer
 from pallas_kernels.api.selection import explain_selection
 from pallas_kernels.common.batch import bundle_call
+from pallas_kernels.common.state_batch import MIXERS
 
 
 def paged_attention(

@@ -39,7 +39,7 @@ def run_call(call: MixerCall, implementation: str | None) -> Any:
     choice = _choose(call, implementation, None)
     options, batch = dict(call.options), call.batch
     scale = options.get("scale")
-    if call.op == "gated_delta_rule" and scale is None:
+    if "scale" in options and scale is None:
         options["scale"] = call.arrays["k"].shape[-1] ** -0.5
     elif scale is not None and not isinstance(scale, jax.Array):
         options["scale"] = float(scale)

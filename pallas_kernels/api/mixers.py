@@ -6,8 +6,6 @@ from pallas_kernels.api.backends import Choice
 from pallas_kernels.api.mixer_dispatch import explain_call, run_call
 from pallas_kernels.common.state_batch import MixerCall, StateBatch
 
-OPS = ("causal_conv", "gated_delta_rule", "state_space")
-
 
 def causal_conv(
     x,
@@ -162,7 +160,7 @@ def state_space(
 
 
 def explain_mixer(op: str, *, platform: str | None = None, implementation: str | None = None, **arguments) -> Choice:
-    """Returns what `explain` says of one of `OPS`; of arrays only shapes and dtypes are read."""
+    """Returns what `explain` says of one of `MIXERS`; of arrays only shapes and dtypes are read."""
     names = inspect.signature(globals()[op]).parameters
     if unknown := sorted(set(arguments) - set(names)):
         raise TypeError(f"{op} takes no {' and no '.join(unknown)}: it takes {', '.join(names)}.")

@@ -51,6 +51,22 @@ class StateBatch(NamedTuple):
         return self if self.query_starts is not None else self._replace(query_starts=default_offsets(self.query_lens))
 
 
+class MixerForm(NamedTuple):
+    """What the arrays of a mixer are, as far as it is asked outside of its definition and its checks."""
+
+    shown: str  # the array that shows the token axes
+    inner: int  # axes behind them, first heads or channels
+    unread: tuple[tuple[str, str], ...] = ()  # arrays that no state depends on, and what may stand for each of them
+
+
+# All mixers, by the names of their doors.
+MIXERS = {
+    "causal_conv": MixerForm("x", 1),
+    "gated_delta_rule": MixerForm("v", 2, unread=(("q", "k"),)),
+    "state_space": MixerForm("x", 2, unread=(("C", "B"),)),
+}
+
+
 class MixerCall(NamedTuple):
     """A call of a mixer, as the doors take it. For `explain` arrays may be shapes, and rows None."""
 
@@ -62,9 +78,8 @@ class MixerCall(NamedTuple):
     @property
     def token_axes(self) -> tuple[int, ...]:
         """`(S, T)` or `(N,)`."""
-        if self.op == "causal_conv":
-            return self.arrays["x"].shape[:-1]
-        return self.arrays["v" if self.op == "gated_delta_rule" else "x"].shape[:-2]
+        form = MIXERS[self.op]
+        return self.arrays[form.shown].shape[: -form.inner]
 
 
 def hide_padding(y: jax.Array, values: jax.Array, batch: StateBatch) -> jax.Array:

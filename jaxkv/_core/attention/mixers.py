@@ -20,7 +20,7 @@ from jaxkv._core.state.head_rows import row_tables
 from jaxkv._core.state.state import BlockTables, Layer
 from jaxkv._core.state.state_repr import describe_array
 from jaxkv._core.state.state_slots import NULL_SLOT, StateLayer, StateSlots
-from pallas_kernels.common.state_batch import expand
+from pallas_kernels.common.state_batch import MIXERS, expand
 
 
 def read_states(cache: Any, *, layer: Any = None) -> dict[str, jax.Array]:
@@ -147,9 +147,8 @@ def causal_conv(
     >>> y.tolist()
     [[[2.0, 2.0, 2.0, 2.0]]]
     """
-    run = _open(cache, layer, step, name, "x", x, 1, {"x": x})
-    fixed = {"weight": weight, "bias": bias, "activation": activation, "implementation": implementation}
-    return run(pallas_kernels.causal_conv, fixed)
+    run = _open(pallas_kernels.causal_conv, {"x": x}, cache, layer, step, name)
+    return run({"weight": weight, "bias": bias, "activation": activation, "implementation": implementation})
 
 
 def gated_delta_rule(
@@ -189,8 +188,9 @@ def gated_delta_rule(
     >>> y.ravel().tolist()
     [0.75]
     """
-    run = _open(cache, layer, step, name, "v", v, 2, {"q": q, "k": k, "v": v, "g": g, "beta": beta})
-    return run(pallas_kernels.gated_delta_rule, {"scale": scale, "implementation": implementation})
+    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    run = _open(pallas_kernels.gated_delta_rule, tokens, cache, layer, step, name)
+    return run({"scale": scale, "implementation": implementation})
 
 
 def state_space(
@@ -230,8 +230,8 @@ def state_space(
     >>> y.ravel().tolist()
     [1.0]
     """
-    run = _open(cache, layer, step, name, "x", x, 2, {"x": x, "dt": dt, "B": B, "C": C})
-    return run(pallas_kernels.state_space, {"A": A, "D": D, "implementation": implementation})
+    run = _open(pallas_kernels.state_space, {"x": x, "dt": dt, "B": B, "C": C}, cache, layer, step, name)
+    return run({"A": A, "D": D, "implementation": implementation})
 
 
 def record_inputs(
@@ -268,17 +268,18 @@ def put_state_layer(cache: Any, layer: StateLayer) -> Any:
     return layer if isinstance(cache, StateLayer) else cache.with_layer(layer.number, layer)
 
 
-Run = Callable[[Callable[..., Any], dict[str, Any]], tuple[jax.Array, Any]]
+Run = Callable[[dict[str, Any]], tuple[jax.Array, Any]]
 
 
 def _open(
-    cache: Any, layer: Any, step: Step | None, name: str, shown: str, x: Any, inner: int, tokens: dict[str, Any]
+    door: Callable[..., Any], tokens: dict[str, Any], cache: Any, layer: Any, step: Step | None, name: str
 ) -> Run:
-    """Returns a function that runs a mixer on a layer's rows: `run(door, its other arguments)`.
+    """Returns a function that runs a mixer on a layer's rows, given the mixer's other arguments.
 
     Args:
-      shown, x, inner: the array that shows the token axes, its name, and how many axes stand behind them.
+      door: the mixer, one of `MIXERS`.
       tokens: the arrays with token axes, by their names.
+      name: the state's array.
     """
     found = find_state_layer(cache, layer)
     if name not in found.states:
@@ -286,20 +287,22 @@ def _open(
     for label, array in tokens.items():
         if not isinstance(array, jax.Array | np.ndarray):
             raise ValueError(f"{label} must be an array, not {type(array).__name__}: convert it with jnp.asarray.")
-    token_axes = tuple(x.shape[: x.ndim - inner])
+    form = MIXERS[door.__name__]
+    x = tokens[form.shown]
+    token_axes = tuple(x.shape[: x.ndim - form.inner])
     if len(token_axes) not in (1, 2) or (len(token_axes) == 2 and token_axes[0] != found.rows):
         raise ValueError(
-            f"{shown} must be padded [{found.rows}, T, ...], with a place for every row of the cache, or packed [N, "
-            f"...], but its shape is {list(x.shape)}."
+            f"{form.shown} must be padded [{found.rows}, T, ...], with a place for every row of the cache, or packed "
+            f"[N, ...], but its shape is {list(x.shape)}."
         )
-    check_plan(step, found.config, shown, token_axes)
+    check_plan(step, found.config, form.shown, token_axes)
     if isinstance(cache, Cache):
         cache = settle_cache(cache, token_axes, step)
         found = dataclasses.replace(cache.state_layer(found.number), place=found.place)
     else:
         found = dataclasses.replace(found, tables=settle_tables(found.tables, 0, token_axes, step))
 
-    def run(door: Callable[..., Any], options: dict[str, Any]) -> tuple[jax.Array, Any]:
+    def run(options: dict[str, Any]) -> tuple[jax.Array, Any]:
         tables = row_tables(found.tables, found.config)
         packed = _Packed(tables, token_axes) if step is not None and step.decode and len(token_axes) == 1 else None
         arrays = tokens if packed is None else {label: packed.pad(array) for label, array in tokens.items()}

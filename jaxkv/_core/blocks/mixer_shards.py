@@ -15,9 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxkv._core.state.sharding import WHOLE, head_spec, map_devices, replicate, reshard
+from pallas_kernels.common.state_batch import MIXERS
 
-# Of each mixer: an array that shows the token axes, and how many axes stand behind them, first heads or channels.
-SHOWN = {"causal_conv": ("x", 1), "gated_delta_rule": ("v", 2), "state_space": ("x", 2)}
 TOKEN_ARRAYS = ("x", "q", "k", "v", "g", "beta", "dt", "B", "C")  # heads stand behind the token axes
 HEAD_ARRAYS = ("weight", "bias", "A", "D")  # heads, or channels, stand first
 SHARED = ("q", "k", "B", "C")  # of fewer heads, which others share
@@ -42,8 +41,8 @@ def run_on_mesh(door: Callable[..., Any], states: jax.Array, axis: str | None) -
     def run(**arguments: Any) -> Any:
         arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray)}
         static = tuple((name, x) for name, x in arguments.items() if name not in arrays)
-        name, inner = SHOWN[door.__name__]
-        front, specs = arrays[name].ndim - inner, dict.fromkeys(arrays, WHOLE)
+        form = MIXERS[door.__name__]
+        front, specs = arrays[form.shown].ndim - form.inner, dict.fromkeys(arrays, WHOLE)
         if divided:
             assert axis is not None
             specs |= {name: head_spec(front, axis) for name in TOKEN_ARRAYS if name in arrays}
@@ -51,7 +50,7 @@ def run_on_mesh(door: Callable[..., Any], states: jax.Array, axis: str | None) -
                 "states": head_spec(1, axis)
             }
             arrays |= {name: _repeat(arrays[name], front, count) for name in SHARED if name in arrays}
-        y = specs[name]
+        y = specs[form.shown]
         return _run(
             arrays, door=door, static=static, specs=tuple(specs.items()), out_specs=(y, specs["states"]), mesh=mesh
         )

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from jaxkv._core.blocks.mixer_shards import SHOWN, run_on_mesh
+from jaxkv._core.blocks.mixer_shards import run_on_mesh
 from jaxkv._core.blocks.slot_allocator import assign_slots, snapshot_arguments
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.head_rows import row_tables
 from jaxkv._core.state.state import BlockTables
 from jaxkv._core.state.state_slots import NULL_SLOT, MixerInputs, StateLayer, StateSlots, name_inputs
+from pallas_kernels.common.state_batch import MIXERS
 
 FIXED = ("A",)  # arguments of mixers without token axes that a state depends on
 
@@ -70,7 +71,7 @@ def _replay(
     if inputs.mixer == "causal_conv":
         arrays["weight"] = jnp.zeros((padded["x"].shape[-1], states.shape[2] + 1), padded["x"].dtype)
     # Queries have no part in a state; the output is dropped.
-    arrays |= {"gated_delta_rule": {"q": arrays.get("k")}, "state_space": {"C": arrays.get("B")}}.get(inputs.mixer, {})
+    arrays |= {name: arrays[other] for name, other in MIXERS[inputs.mixer].unread}
     door = getattr(pallas_kernels, inputs.mixer)
     _, changed = run_on_mesh(door, states, layer.heads)(
         **arrays,
@@ -93,5 +94,5 @@ def _pad(x: jax.Array, tables: BlockTables, inputs: MixerInputs, longest: int) -
 
 
 def _is_packed(inputs: MixerInputs) -> bool:
-    shown, inner = SHOWN[inputs.mixer]
-    return inputs.tokens[shown].ndim == inner + 1
+    form = MIXERS[inputs.mixer]
+    return inputs.tokens[form.shown].ndim == form.inner + 1
