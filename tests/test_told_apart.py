@@ -13,8 +13,8 @@ import jaxkv.models
 import pallas_kernels
 from jaxkv._cli.main import main
 from jaxkv.models.checkpoints.folder import weight_files
+from pallas_kernels.common.quantization import QUANTIZED
 
-QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")
 KV = jnp.ones((1, 2, 20, 2, 8))
 
 

@@ -321,7 +321,7 @@ def _render(config: CacheConfig) -> dict[str, Any]:
         del fields["join_kv"]
     if config.snapshot_every is None:
         del fields["snapshot_every"]
-    return fields | {"layers": layers, "dtype": np.dtype(config.dtype).name}
+    return fields | {"layers": layers, "dtype": kind_of(config.dtype, "dtype").name}
 
 
 def parse_config(fields: dict[str, Any]) -> CacheConfig:

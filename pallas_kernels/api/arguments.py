@@ -61,8 +61,9 @@ def check_format(stored: StoredKV, head_dim: int) -> None:
         raise ValueError(f"{format.name} stores two numbers to a byte, so head_dim must be even, not {head_dim}.")
     if stored.scale is None:
         raise ValueError(f"A pool of kind {format.name} needs kv_scale, what its numbers are multiplied by.")
-    if stored.scale.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"kv_scale must be float32 or bfloat16, not {stored.scale.dtype}.")
+    if stored.scale.dtype not in format.scale_dtypes:
+        allowed = " or ".join(dtype.name for dtype in format.scale_dtypes)
+        raise ValueError(f"kv_scale must be {allowed}, not {stored.scale.dtype}.")
 
 
 def check_new_scale(kv_scale, kind) -> None:

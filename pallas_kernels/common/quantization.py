@@ -50,12 +50,13 @@ class StorageFormat:
     (40, 80, 80)
     """
 
-    name: str
+    name: str  # of a dtype of JAX, which configs hold for it
     storage_dtype: np.dtype  # of the pool
     largest: float | None = None  # what the largest number of a group becomes; None: stored as they are, no scales
     group_size: int | None = None  # entries of a head that share a scale; None: all of them
     numbers_per_entry: int = 1  # of the pool
     scale_dtype: np.dtype = FLOAT32  # of a cache's scales
+    scale_dtypes: tuple[np.dtype, ...] = (FLOAT32, jnp.dtype("bfloat16"))  # that the scales of a pool may have
     has_levels: bool = False  # of `LEVELS_ABOVE_0`: the scale is searched, and none is 0
     rotates: bool = False  # whether a cache rotates heads before it stores them, if nothing else is said
     revision: int = 1  # of what the bits mean: files of another one are refused

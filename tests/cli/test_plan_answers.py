@@ -1,5 +1,6 @@
 """What `plan` answers first: what was asked, beside weights as they are loaded, in no time."""
 
+import dataclasses
 import importlib
 import json
 import re
@@ -19,8 +20,10 @@ from jaxkv import models
 from jaxkv._cli.main import main
 from jaxkv._cli.plan.capacity import plan
 from jaxkv._cli.plan.chips import KERNEL_FORMATS
+from jaxkv._cli.plan.command import _kinds
 from jaxkv._core.config.byte_sizes import ByteSizes
 from pallas_kernels.api.backends import find_backend
+from pallas_kernels.common.quantization import FORMATS
 
 GLOBAL = jaxkv.LayerConfig(num_kv_heads=2, head_dim=24)
 LOCAL = jaxkv.LayerConfig(num_kv_heads=2, head_dim=24, window=9)
@@ -92,6 +95,14 @@ def test_a_suggestion_is_no_longer_than_a_row_can_get(tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     option = report["options"][0]
     assert option["full_rows"] == 0 and report["suggestion"]["max_seq_len"] == option["tokens"] < report["max_seq_len"]
+
+
+def test_formats_that_differ_in_their_scales_are_not_listed_as_one(monkeypatch):
+    finer = dataclasses.replace(FORMATS["int4"], name="finer", group_size=16)
+    monkeypatch.setitem(FORMATS, "finer", finer)
+    kinds = _kinds(None)
+    assert ["int4"] in kinds and ["finer"] in kinds
+    assert ["int8", "float8_e4m3fn", "float8_e5m2"] in kinds and ["bfloat16", "float16"] in kinds
 
 
 def test_what_no_kernel_reads_is_marked(tmp_path, capsys):

@@ -210,7 +210,9 @@ def _kinds(names: list[str] | None) -> list[list[str]]:
     """Groups the dtypes that take the same memory."""
     kinds: dict[Any, list[str]] = {}
     for name in names or FORMATS:
-        kinds.setdefault(FORMATS[name].bytes_per_element, []).append(name)
+        format = FORMATS[name]
+        scales = (format.group_size, format.scale_dtype.itemsize) if format.is_quantized else None
+        kinds.setdefault((format.bytes_per_element, scales), []).append(name)
     return list(kinds.values())
 
 
