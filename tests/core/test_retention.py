@@ -1,10 +1,13 @@
 """What layers keep, against a token that looks at each position by itself."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv._core.config.retention import Chunk, Evicted, Full, Window, make_retention
+import jaxkv
+from jaxkv._core.config import layer_config
+from jaxkv._core.config.retention import Chunk, Evicted, Full, Window, _clip_below, make_retention
 
 SEES = {
     Full(): lambda own, other: True,
@@ -59,3 +62,38 @@ def test_options_make_one_rule():
     assert make_retention(3, 2, None, None) == Window(3, 2)
     assert make_retention(None, None, 4, None) == Chunk(4)
     assert make_retention(None, None, None, "head") == Evicted("head")
+
+
+class OneMore(Window):
+    """Keeps one block more than it sees."""
+
+    def first_retained_block(self, length, block_size):
+        return _clip_below(super().first_retained_block(length, block_size) - 1)
+
+    def row_slots(self, block_size):
+        return super().row_slots(block_size) + block_size
+
+    def slide_columns(self, block_size):
+        return super().slide_columns(block_size) + 1
+
+
+@pytest.mark.parametrize("window, sink_tokens, others", [(8, None, ()), (6, 5, (None,))])
+def test_a_rule_is_what_its_class_says(monkeypatch, window, sink_tokens, others):
+    """Blocks that stay, blocks to have and columns go by it alone: rows grow within what was promised."""
+    monkeypatch.setattr(
+        layer_config, "make_retention", lambda window, *_: OneMore(window, sink_tokens) if window else Full()
+    )
+    layers = [
+        jaxkv.LayerConfig(num_kv_heads=1, head_dim=2, window=each, sink_tokens=sink_tokens if each else None)
+        for each in (window, *others)
+    ]
+    sizes = {"max_seqs": 1, "max_seq_len": 64 if others else 8, "block_size": 4}
+    config = jaxkv.CacheConfig(layers=layers, **sizes, num_blocks=64)
+    promised = config.window_blocks(config.retentions[0], 1) if others else config.row_blocks(0, 60)
+    config = config.replace(group_blocks=(promised, 64)[: len(layers)])
+    cache, step = jaxkv.init(config), jax.jit(lambda cache: jaxkv.extend(cache, jnp.ones(1, jnp.int32)))
+    for _ in range(60):
+        cache = step(cache)
+    jaxkv.check(cache)
+    jaxkv.check_invariants(cache)
+    assert cache.tables[0].peak == promised

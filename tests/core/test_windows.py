@@ -14,6 +14,7 @@ from steps import attend_in_all_layers
 
 import jaxkv
 from jaxkv import LayerConfig, models
+from jaxkv._core.config.retention import Window
 from jaxkv.testing import assert_no_copy
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -101,7 +102,7 @@ def test_a_row_holds_its_window_and_the_step(window, block_size, chunk):
         jaxkv.check_invariants(cache)
     assert not cache.failed.any()
     assert most <= bound
-    assert most <= config.window_blocks(window, chunk)
+    assert most <= config.window_blocks(Window(window), chunk)
     assert chunk > 1 or most <= config.row_blocks(0, 60)
     assert cache.tables[0].peak == most
 
@@ -115,7 +116,7 @@ def test_no_more_blocks_than_window_blocks(data):
     )
     layer = LayerConfig(num_kv_heads=1, head_dim=2, window=window)
     config = make_config(layers=(layer,), max_seq_len=30, block_size=block_size, num_blocks=100)
-    config = config.replace(num_blocks=config.window_blocks(window, step_tokens))
+    config = config.replace(num_blocks=config.window_blocks(Window(window), step_tokens))
     cache = jaxkv.init(config)
     for _ in range(25):
         ends = sorted(data.draw(st.lists(st.integers(0, step_tokens), min_size=ROWS, max_size=ROWS)))
@@ -136,7 +137,7 @@ def test_that_bound_is_reached():
     """One block fewer and a step of the promised size can fail: the bound is no larger than it must be."""
     layer = LayerConfig(num_kv_heads=1, head_dim=2, window=6)
     config = make_config(layers=(layer,), max_seqs=1, max_seq_len=60, num_blocks=100)
-    blocks = config.window_blocks(6, 8)
+    blocks = config.window_blocks(Window(6), 8)
     for num_blocks, fails in ((blocks, False), (blocks - 1, True)):
         failed = False
         for first in range(1, 9):  # wherever the window begins in its block

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 import jaxkv
 import jaxkv.testing
 from jaxkv import CacheConfig, LayerConfig
+from jaxkv._core.config.retention import Window
 
 WIDE, LOCAL = LayerConfig(num_kv_heads=2, head_dim=8), LayerConfig(num_kv_heads=1, head_dim=4, window=40)
 FIELDS = {"max_seqs": 4, "max_seq_len": 1000, "dtype": "float32"}
@@ -48,11 +49,11 @@ def test_never_more_than_the_bytes_and_one_block_more_would_be(layers, block_siz
         if g == widest or window is None:
             assert num_blocks == fits.num_blocks
         else:
-            assert num_blocks == min(fits.num_blocks, config.window_blocks(window, step_tokens))
+            assert num_blocks == min(fits.num_blocks, config.window_blocks(Window(window), step_tokens))
     # One block more for every group that is not held back by its window.
     one_more = fits.replace(
         group_blocks=tuple(
-            n + 1 if g == widest or window is None or n < config.window_blocks(window, step_tokens) else n
+            n + 1 if g == widest or window is None or n < config.window_blocks(Window(window), step_tokens) else n
             for g, (window, n) in enumerate(zip(fits.group_windows, fits.group_blocks, strict=True))
         )
     )
@@ -78,7 +79,7 @@ def test_the_least_is_one_block_in_every_group():
 def test_windows_leave_more_for_the_others():
     config, memory = make_config(), 3_000_000
     together, apart = config.with_memory(memory), config.with_memory(memory, step_tokens=64)
-    assert apart.group_blocks[1] == config.window_blocks(40, 64) < together.group_blocks[1]
+    assert apart.group_blocks[1] == config.window_blocks(Window(40), 64) < together.group_blocks[1]
     assert apart.group_blocks[0] > together.group_blocks[0]
 
 
@@ -91,7 +92,7 @@ def test_from_model():
     every = 4 * 63
     assert CacheConfig.from_model(Model, **sizes).group_blocks == (every, every)
     windowed = CacheConfig.from_model(Model, **sizes, step_tokens=64)
-    assert windowed.group_blocks == (windowed.window_blocks(40, 64), every)
+    assert windowed.group_blocks == (windowed.window_blocks(Window(40), 64), every)
     assert windowed.groups == ((0, 2), (1,))
     assert CacheConfig.from_model(Model, **sizes, num_blocks=9, step_tokens=64).group_blocks == (9, 9)
     assert CacheConfig.from_model(Model, **sizes, group_blocks=(5, 7)).group_blocks == (5, 7)
@@ -113,10 +114,10 @@ def test_from_model():
 
 def test_window_blocks():
     config = make_config(block_size=4)
-    assert config.window_blocks(6) == 4 * 250, "without step_tokens a step may fill the row"
-    assert config.window_blocks(6, 10**9) == 4 * 250
-    assert config.window_blocks(6, 8) == (4 * (5 + 3 + 3) + 8) // 4
-    assert config.window_blocks(1, 8) == config.window_blocks(2, 8), "the last block always stays"
+    assert config.window_blocks(Window(6)) == 4 * 250, "without step_tokens a step may fill the row"
+    assert config.window_blocks(Window(6), 10**9) == 4 * 250
+    assert config.window_blocks(Window(6), 8) == (4 * (5 + 3 + 3) + 8) // 4
+    assert config.window_blocks(Window(1), 8) == config.window_blocks(Window(2), 8), "the last block always stays"
 
 
 @pytest.mark.parametrize(

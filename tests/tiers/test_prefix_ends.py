@@ -12,6 +12,7 @@ from nightly import NIGHTLY
 from steps import on_device
 
 import jaxkv
+from jaxkv._core.config.retention import Window
 
 BLOCK, CHUNK = 4, 8
 extend = jax.jit(jaxkv.extend)
@@ -347,7 +348,7 @@ def test_a_prefix_cache_costs_less_than_a_third_of_the_tokens():
         )
         assert own.bytes <= memory
         assert without.num_blocks / 1.3 < own.num_blocks <= without.num_blocks
-        assert own.group_blocks[0] > without.group_blocks[0] == own.window_blocks(64, 256)
+        assert own.group_blocks[0] > without.group_blocks[0] == own.window_blocks(Window(64), 256)
     for size in ({}, {"num_blocks": 512}, {"max_tokens": 10_000}):
         without, own = (
             jaxkv.CacheConfig.from_model(Windowed, **sizes, **size, prefix_cache=prefix_cache)

@@ -218,11 +218,11 @@ class _Sizes:
 
     def limit(self, config: CacheConfig, num_blocks: int, step_tokens: int) -> list[int]:
         """Returns the blocks of each group: `num_blocks`, but no more than its sliding window can use."""
-        reaches, heads, sink_blocks = config.group_visible_tokens, config.group_heads, config.group_sink_blocks
+        reaches, heads = config.group_visible_tokens, config.group_heads
         widest = max(range(len(reaches)), key=lambda g: reaches[g] or math.inf)
         return [
             num_blocks * heads[g] if g == widest or reach is None
-            else min(num_blocks, config.window_blocks(reach, step_tokens, sink_blocks[g]))
+            else min(num_blocks, config.window_blocks(config.retentions[g], step_tokens))
             for g, reach in enumerate(reaches)
         ]  # fmt: skip
 
@@ -246,10 +246,8 @@ def _hold(config: CacheConfig, rows: int, blocks_each: float, step_tokens: int) 
         blocks
         >= (
             all_blocks
-            if window is None
-            else min(all_blocks, needed.window_blocks(window, max(step_tokens, rows), sink_blocks))
+            if kept.visible_tokens is None
+            else min(all_blocks, needed.window_blocks(kept, max(step_tokens, rows)))
         )
-        for blocks, window, sink_blocks in zip(
-            config.group_blocks, config.group_visible_tokens, config.group_sink_blocks, strict=True
-        )
+        for blocks, kept in zip(config.group_blocks, config.retentions, strict=True)
     )

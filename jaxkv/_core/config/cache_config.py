@@ -331,9 +331,9 @@ class CacheConfig(MadeLike):
         """Gives `num_blocks` to the group with the longest context, and to the others what they can use at most."""
         blocks = [num_blocks * heads for heads in self.group_heads]
         windows = {
-            g: min(num_blocks, self.window_blocks(reach, step_tokens, self.group_sink_blocks[g]))
-            for g, reach in enumerate(self.group_visible_tokens)
-            if g != self._widest and reach is not None
+            g: min(num_blocks, self.window_blocks(kept, step_tokens))
+            for g, kept in enumerate(self.retentions)
+            if g != self._widest and kept.visible_tokens is not None
         }
         bytes_of = [self.bytes_per_group_block(g) for g in range(len(blocks))]
         taken = sum(n * bytes_of[g] for g, n in windows.items())

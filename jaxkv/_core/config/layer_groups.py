@@ -81,7 +81,7 @@ class Groups:
             return min(most, held)
         if self.group_visible_tokens[group] is None:
             return min(most, max(held, FEW_ENTRIES // self.max_seqs))
-        apart = self.group_sink_blocks[group] + self.group_units[group] - 1
+        apart = self.retentions[group].slide_columns(self.block_size)
         # The first token of an endless row may be anywhere in its block.
         return min(most + 1 + apart if self.is_endless else most, held + apart)
 
@@ -260,13 +260,13 @@ class Groups:
         slots = self.retentions[group].row_slots(self.block_size)
         return blocks if slots is None else min(blocks, (slots + 1) // self.block_size + self.group_sink_blocks[group])
 
-    def window_blocks(self, window: int, step_tokens: int | None = None, sink_blocks: int = 0) -> int:
-        """Returns an upper bound on the blocks held by all rows of a sliding-window group that also keeps `sink_blocks`
-        leading blocks, for a step that adds `step_tokens` tokens."""
+    def window_blocks(self, kept: Full, step_tokens: int | None = None) -> int:
+        """Returns an upper bound on the blocks held by all rows of a group whose layers keep a window or a chunk, for a
+        step that adds `step_tokens` tokens."""
         most = self.max_seqs * self.max_blocks_per_seq
         if step_tokens is None:
             return most
-        slots = Window(window).row_slots(self.block_size)
+        slots, sink_blocks = kept.row_slots(self.block_size), kept.sink_blocks(self.block_size)
         assert slots is not None
         return min(most, (self.max_seqs * slots + step_tokens) // self.block_size + self.max_seqs * sink_blocks)
 

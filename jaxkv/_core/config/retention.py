@@ -54,6 +54,10 @@ class Full:
         """Returns the number of blocks that a row slides by in its table."""
         return 1
 
+    def slide_columns(self, block_size: int) -> int:
+        """Returns the columns, besides those of a row's visible blocks, of a table along which rows slide."""
+        return self.sink_blocks(block_size) + self.slide_blocks(block_size) - 1
+
     def row_slots(self, block_size: int) -> int | None:
         """Returns the maximum slots in the blocks that a row holds between steps, without sink blocks; None: all."""
         if self.visible_tokens is None:
