@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.channel_groups import SUBLANES, has_channel_tiles
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding
-from pallas_kernels.tpu.pages import LANES, sublanes, vector_bytes
+from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, sublanes, vector_bytes
 from pallas_kernels.tpu.state_decode import (
     StateTokens,
     decode_states,
@@ -19,7 +19,14 @@ from pallas_kernels.tpu.state_decode import (
     update_delta,
     update_space,
 )
-from pallas_kernels.tpu.state_prefill import CHUNK, gather_tokens, list_chunks, prefill_states, scatter_tokens
+from pallas_kernels.tpu.state_prefill import (
+    CHUNK,
+    gather_tokens,
+    list_chunks,
+    prefill_states,
+    scatter_tokens,
+    state_prefill_bytes,
+)
 
 LEAST_GATE = -100.0  # its exponential is 0 in float32
 WINDOWS, WINDOW_BYTES = 8, 2**20  # of a convolution's rows: on their way in, and out; the most that one may have
@@ -51,6 +58,13 @@ def unsupported(call: MixerCall) -> str | None:
         return (
             f"The TPU kernels take snapshots at the ends of chunks of {CHUNK} tokens, not after every "
             f"{call.batch.every}: choose a multiple, or leave it to XLA."
+        )
+    keys, values = (call.arrays[x] for x in (("k", "v") if call.op == "gated_delta_rule" else ("B", "x")))
+    need = state_prefill_bytes(keys.shape[-2:], values.shape[-2:], states.shape[1:], _is_wide(values))
+    if need > VMEM_BYTES:
+        return (
+            f"{states.shape[1]} states of a row take {need / 2**20:.0f} MiB of vector memory: a kernel may have "
+            f"{VMEM_BYTES / 2**20:.0f}: divide heads among devices, or leave it to XLA."
         )
     return None
 
@@ -165,7 +179,7 @@ def _skip(y: jax.Array, x: jax.Array, D: jax.Array | None) -> jax.Array:
     return y + x.astype(jnp.float32) * jnp.expand_dims(D[:, None] if D.ndim == 1 else D, tuple(range(x.ndim - 2)))
 
 
-def _is_wide(values: jax.Array) -> bool:
+def _is_wide(values: Any) -> bool:
     """Returns whether values have more digits than a product of 16 bits keeps."""
     return values.dtype == jnp.float32
 

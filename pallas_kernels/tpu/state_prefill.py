@@ -1,8 +1,8 @@
 """Several tokens per row of a layer that keeps states, in chunks: products of matrices, the state in vector memory.
 
-XLA cuts rows into chunks and lays their tokens out heads first. A grid step takes a few heads of one chunk: all chunks
-of all rows pass, row after row, then come the next heads. A row's states come with its first chunk and leave with its
-last.
+XLA cuts rows into chunks and lays their tokens out heads first. An item is a few heads of one chunk: all heads of a
+chunk pass, then comes the next one, row after row. A grid step has one stage of each of three items, see `state_chunk`.
+A row's states come with its first chunk and leave with its last.
 """
 
 import functools
@@ -10,18 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.state_batch import StateBatch
-from pallas_kernels.tpu.pages import LANES, SPILL_BYTES, keep_in_hbm, output, vector_bytes
-from pallas_kernels.tpu.state_decode import split
+from pallas_kernels.tpu.pages import SPILL_BYTES, divide, keep_in_hbm, output, vector_bytes
+from pallas_kernels.tpu.state_chunk import CHUNK, STAGES, Stages, rows_of, run_stages, stages_of
 
-CHUNK = 64  # tokens, a power of two
-BLOCK = 16  # of a triangle's rows, which are substituted one after another; larger blocks are joined by products
-HEADS = 8  # of a grid step, at most
-_MINOR, _INNER, _OUTER = ((1,), (1,)), ((1,), (0,)), ((0,), (0,))
+HEADS = 16  # of a grid step, at most
 
 
 class Chunks(NamedTuple):
@@ -51,7 +47,7 @@ class ChunkInputs(NamedTuple):
     q: Any  # [n, H', CHUNK, K]
     k: Any  # as q
     v: Any  # [n, H, CHUNK, V]
-    numbers: Any  # f32[n, groups of heads, CHUNK, heads of a group times numbers]: a head's stand together
+    numbers: Any  # f32[n, groups of heads, numbers times rows_of(heads of a group), CHUNK]: a row for each head
     pool: Any  # [slots, H, ., .]
 
 
@@ -65,7 +61,8 @@ class ChunkOutputs(NamedTuple):
 class ChunkScratch(NamedTuple):
     """What the kernel keeps in vector memory, and the semaphore of the copies to it and from it."""
 
-    states: Any  # of a few heads, from chunk to chunk of a row
+    states: Any  # of all heads, from chunk to chunk of a row
+    stages: Stages
     moved: Any  # the semaphore
 
 
@@ -130,6 +127,33 @@ def heads_of_step(heads: int, share: int) -> int:
     return max(n for n in range(1, HEADS + 1) if not heads % n and (not n % share or not share % n))
 
 
+def state_prefill_bytes(keys: tuple[int, ...], values: tuple[int, ...], states: tuple[int, ...], exact: bool) -> int:
+    """Returns what the kernel takes of vector memory.
+
+    Args:
+      keys: shapes of one token's or one chunk's keys, heads first and widths last; as the other ones.
+    """
+    (few, *_, depth), (heads, *_, width) = keys, values
+    size, own = _divide_heads(heads, few)
+    blocks = (2 * own, CHUNK, depth), (2 * size, CHUNK, width), (2, rows_of(size), CHUNK)
+    return (
+        4 * SPILL_BYTES // 3  # 6.1 MiB were seen, of 16 heads in float32 on a v5p
+        + stages_of(size, own, depth, _digits(exact)).bytes
+        + vector_bytes(states, jnp.float32)
+        + 2 * sum(vector_bytes(shape, jnp.float32) for shape in blocks)
+    )
+
+
+def _divide_heads(heads: int, keys: int) -> tuple[int, int]:
+    """Returns how many heads, and how many of their keys, an item has."""
+    size = heads_of_step(heads, heads // keys)
+    return size, max(1, size * keys // heads)
+
+
+def _digits(exact: bool) -> int:
+    return 3 if exact else 2
+
+
 def prefill_states(
     has_delta: bool,
     keys: tuple[jax.Array, jax.Array],
@@ -153,45 +177,43 @@ def prefill_states(
       exact: whether products have all digits of float32; else 16 of its 24 bits, for values that came with 8.
     """
     count, heads, _, width = values.shape
-    share, size = heads // keys[0].shape[1], heads_of_step(heads, heads // keys[0].shape[1])
-    groups, own = heads // size, max(1, size // share)
-    columns = jnp.moveaxis(numbers.reshape(count, -1, groups, size, CHUNK), 1, 3)  # [n, groups, size, m, CHUNK]
-    columns = jnp.swapaxes(columns.reshape(count, groups, -1, CHUNK), 2, 3)
+    share, (size, own) = heads // keys[0].shape[1], _divide_heads(heads, keys[0].shape[1])
+    groups = heads // size
+    lines = jnp.moveaxis(numbers.reshape(count, -1, groups, size, CHUNK), 2, 1)  # [n, groups, m, size, CHUNK]
+    lines = jnp.pad(lines, [(0, 0)] * 3 + [(0, rows_of(size) - size), (0, 0)]).reshape(count, groups, -1, CHUNK)
 
-    def place(chunk: jax.Array, scalars: ChunkScalars) -> jax.Array:
-        return jnp.maximum(jnp.minimum(chunk, scalars.total[0] - 1), 0)
+    def blocks(*shape: int, steps: int = 1, late: bool = False) -> pl.BlockSpec:
+        """Returns the blocks of the first stage's items, or of the last one's, each for so many of them."""
 
-    def per_chunk(few: int, lanes: int, steps: int = 1) -> pl.BlockSpec:
-        """Returns the blocks of a few heads, which so many grid steps read."""
-        return pl.BlockSpec(
-            (1, few, CHUNK, lanes),
-            lambda group, chunk, scalars: (place(chunk, scalars), lax.div(group, jnp.int32(steps)), 0, 0),
-        )
+        def place(chunk: jax.Array, group: jax.Array, scalars: ChunkScalars) -> tuple[Any, ...]:
+            if late:
+                chunk, group = _last_stage(chunk, group, groups)
+            last = scalars.total[0] - 1
+            group = jnp.where(chunk > last, groups - 1, jnp.where(chunk < 0, 0, group))  # nothing comes where none is
+            return jnp.maximum(jnp.minimum(chunk, last), 0), divide(group, steps), 0, 0
+
+        return pl.BlockSpec((1, *shape), place)
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    arrays = (*keys, values, columns)
+    arrays = (*keys, values, lines)
     depth = keys[0].shape[-1]
     y = output((count, heads, CHUNK, width), dtype, states, *arrays)
-    of_keys, of_values = per_chunk(own, depth, max(1, share // size)), per_chunk(size, width)
-    of_numbers = per_chunk(1, columns.shape[-1])
+    of_keys, of_values = blocks(own, CHUNK, depth, steps=max(1, share // size)), blocks(size, CHUNK, width, late=True)
+    of_numbers = blocks(1, *lines.shape[2:])
     scalars = ChunkScalars(chunks.source, chunks.target, chunks.snapshot, chunks.total)
     inputs = ChunkInputs(*arrays, states)
     outputs = ChunkOutputs(y, output(states.shape, states.dtype, states, *arrays))
-    scratch = ChunkScratch(pltpu.VMEM((size, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA(()))
-    need = (
-        SPILL_BYTES
-        + vector_bytes((size, *states.shape[2:]), states.dtype)
-        + 2
-        * sum(
-            vector_bytes((n, CHUNK, lanes), jnp.float32)
-            for n, lanes in ((2 * own, depth), (2 * size, width), (1, LANES))
-        )
+    stages = stages_of(size, own, depth, _digits(exact))
+    scratch = ChunkScratch(
+        pltpu.VMEM(states.shape[1:], states.dtype),
+        Stages(*(pltpu.VMEM(*x) for x in stages)),
+        pltpu.SemaphoreType.DMA(()),
     )
     kernel = pl.pallas_call(
-        functools.partial(_kernel, has_delta=has_delta, exact=exact),
+        functools.partial(_kernel, size=size, has_delta=has_delta),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(groups, count),
+            grid=(count + -(-(STAGES - 1) // groups), groups),
             in_specs=(ChunkInputs(of_keys, of_keys, of_values, of_numbers, hbm),),
             out_specs=(ChunkOutputs(of_values, hbm),),
             scratch_shapes=(scratch,),
@@ -207,7 +229,7 @@ def prefill_states(
             dimension_semantics=("arbitrary",) * 2,
             disable_bounds_checks=True,
             disable_semaphore_checks=True,
-            vmem_limit_bytes=need,
+            vmem_limit_bytes=state_prefill_bytes(keys[0].shape[1:], values.shape[1:], states.shape[1:], exact),
         ),
         interpret=interpret,
         name="state_prefill",
@@ -221,135 +243,47 @@ def prefill_states(
     return run(scalars, inputs)
 
 
+def _last_stage(chunk, group, groups):
+    """Returns the chunk, and its heads, whose last stage is run when those have their first."""
+    for _ in range(STAGES - 1):
+        chunk, group = jnp.where(group == 0, chunk - 1, chunk), jnp.where(group == 0, groups - 1, group - 1)
+    return chunk, group
+
+
 def _kernel(
     scalars: ChunkScalars,
     inputs: ChunkInputs,
     outputs: ChunkOutputs,
     scratch: ChunkScratch,
     *,
+    size: int,
     has_delta: bool,
-    exact: bool,
 ):
     sources, targets, snapshots, total = scalars
-    states, moved = scratch
-    group, chunk = pl.program_id(0), pl.program_id(1)
-    size = states.shape[0]
+    states, stages, moved = scratch
+    groups = states.shape[0] // size
+    number = pl.program_id(0) * groups + pl.program_id(1)
+    chunk, group = _last_stage(pl.program_id(0), pl.program_id(1), groups)
+    first = group * size
+    heads = pl.ds(first, size)
 
     def move(slot, comes):
-        there = outputs.pool.at[slot, pl.ds(group * size, size)]
-        copy = pltpu.make_async_copy(*((there, states) if comes else (states, there)), moved)
+        there = outputs.pool.at[slot, heads]
+        copy = pltpu.make_async_copy(*((there, states.at[heads]) if comes else (states.at[heads], there)), moved)
         copy.start()
         copy.wait()
 
-    @pl.when(chunk < total[0])
+    @pl.when(number < total[0] * groups + STAGES - 1)
     def _():
-        source, target, snapshot = sources[chunk], targets[chunk], snapshots[chunk]
-        pl.when(source >= 0)(lambda: move(source, True))
+        place, is_chunk = jnp.maximum(chunk, 0), chunk >= 0
+        source, target, snapshot = sources[place], targets[place], snapshots[place]
+        pl.when(is_chunk & (source >= 0))(lambda: move(source, True))
 
-        @pl.when(source == -1)
+        @pl.when(is_chunk & (source == -1))
         def _():
-            states[...] = jnp.zeros_like(states)
+            states[heads] = jnp.zeros((size, *states.shape[1:]), states.dtype)
 
-        _run_chunk(inputs, outputs.y, states, has_delta, functools.partial(multiply, exact=exact))
-        pl.when(target >= 0)(lambda: move(target, False))
-        pl.when(snapshot >= 0)(lambda: move(snapshot, False))
-
-
-def _run_chunk(inputs: ChunkInputs, y_ref, states, has_delta, matmul):
-    """Computes a few heads' outputs and states; the sums are those of `xla.recurrence.run_chunk`. All heads take each
-    step together, for each waits long for the one before."""
-    q_ref, k_ref, v_ref, numbers_ref, _ = inputs
-    size, own = states.shape[0], k_ref.shape[1]
-    heads, numbers = range(size), numbers_ref[0, 0]
-    each = numbers.shape[1] // size
-    row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), i) for i in range(2))
-    till = (column <= row).astype(jnp.float32)
-    steps = jnp.concatenate([till, (column > row).astype(jnp.float32)], axis=0)
-
-    def spread(number):
-        return [jnp.broadcast_to(numbers[:, i : i + 1], (CHUNK, LANES)) for i in range(number, numbers.shape[1], each)]
-
-    queries, keys = ([x[0, i].astype(jnp.float32) for i in range(own)] for x in (q_ref, k_ref))
-    both = [jnp.concatenate(x, axis=0) if has_delta else x[1] for x in zip(keys, queries, strict=True)]
-    products = [matmul(x, k, _MINOR) for x, k in zip(both, keys, strict=True)]
-    both, products, keys = ([x[head // (size // own)] for head in heads] for x in (both, products, keys))
-    # Sums of gates by themselves: differences of sums lose digits.
-    gates = spread(0)
-    sums = [sum_exactly(steps, gate) for gate in gates]
-    between = [sum_exactly(till, jnp.where(row > column, gate[:, :CHUNK], 0.0)) for gate in gates]
-    between = [jnp.where(column <= row, jnp.exp(x), 0.0) for x in between]
-    since_start, till_end = ([jnp.exp(x[part]) for x in sums] for part in (slice(0, CHUNK), slice(CHUNK, None)))
-    wide = [_widen(x, keys[0].shape[1]) for x in since_start]
-    read = [
-        x * (jnp.concatenate([gate] * 2, axis=0) if has_delta else gate) for x, gate in zip(both, wide, strict=True)
-    ]
-    found = [matmul(read[head], states[head], _INNER if has_delta else _MINOR) for head in heads]
-    u = [v_ref[0, head].astype(jnp.float32) for head in heads]
-    if has_delta:
-        beta = spread(1)
-        lower = [
-            jnp.where(column < row, products[i][:CHUNK] * between[i] * beta[i][:, :CHUNK], 0.0) for i in heads
-        ]  # fmt: skip
-        wanted = [_widen(beta[i], u[i].shape[1]) * (u[i] - found[i][:CHUNK]) for i in heads]
-        u = [matmul(*x, _INNER) for x in zip(_invert(lower, row, column, matmul), wanted, strict=True)]
-    inner = [matmul(products[i][-CHUNK:] * between[i], u[i], _INNER) for i in heads]
-    gone = [keys[i] * _widen(till_end[i], keys[i].shape[1]) for i in heads]
-    added = [matmul(gone[i], u[i], _OUTER) if has_delta else matmul(u[i], gone[i], _OUTER) for i in heads]
-    for i in heads:
-        y_ref[0, i] = (found[i][-CHUNK:] + inner[i]).astype(y_ref.dtype)
-        states[i] = states[i] * _widen(since_start[i][CHUNK - 1 :], states.shape[2]) + added[i]
-
-
-def _widen(x, width):
-    """Returns `x [., LANES]`, the same in all lanes, `width` lanes wide."""
-    return x[:, :width] if width <= LANES else jnp.concatenate([x] * (width // LANES), axis=1)
-
-
-def multiply(a, b, contract, exact):
-    """Returns a product in float32: of all its digits, which takes six products of bfloat16; else of the three that
-    have its first 16 bits."""
-    dimensions = contract, ((), ())
-    if exact:
-        return lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    (a, a_rest), (b, b_rest) = ([part.astype(jnp.bfloat16) for part in split(x)[:2]] for x in (a, b))
-    pairs = ((a, b), (a, b_rest), (a_rest, b))
-    return sum(lax.dot_general(*pair, dimensions, preferred_element_type=jnp.float32) for pair in pairs)
-
-
-def sum_exactly(ones, x):
-    """Returns the product of ones and zeros and `x`, of which the parts are products of bfloat16."""
-    ones = ones.astype(jnp.bfloat16)
-    parts = [part.astype(jnp.bfloat16) for part in split(x)]
-    return sum(lax.dot_general(ones, part, (_INNER, ((), ())), preferred_element_type=jnp.float32) for part in parts)
-
-
-def _invert(lower, row, column, matmul):
-    """Returns the inverses of `I + lower`, strictly lower triangles: of blocks of the diagonal, then of pairs of them.
-    Powers of `lower`, which are as fast, overflow where keys repeat."""
-    inverse = _invert_blocks(lower, row, column)
-    for bit in range(BLOCK.bit_length() - 1, CHUNK.bit_length() - 1):
-        between = [jnp.where(((row ^ column) >> bit) == 1, x, 0.0) for x in lower]
-        joined = [matmul(*x, _INNER) for x in zip(between, inverse, strict=True)]
-        inverse = [x - matmul(x, y, _INNER) for x, y in zip(inverse, joined, strict=True)]
-    return inverse
-
-
-def _invert_blocks(lower, row, column):
-    """Returns the inverses of the blocks on the diagonals of `I + lower`, 0 beside them, a row at a time.
-
-    All blocks of a head lie side by side, a block's columns in lanes of their own, and two heads fill a register's.
-    """
-    place, lane = (lax.broadcasted_iota(jnp.int32, (BLOCK, 2 * CHUNK), i) for i in range(2))
-    own = lane[:, :CHUNK] // BLOCK
-    heads = [
-        sum(jnp.where(own == i, x[i * BLOCK : (i + 1) * BLOCK], 0.0) for i in range(CHUNK // BLOCK)) for x in lower
-    ]
-    heads += heads[-1:] * (len(heads) % 2)
-    pairs = [jnp.concatenate(x, axis=1) for x in zip(heads[::2], heads[1::2], strict=True)]
-    inverse = [jnp.where(place == lane % BLOCK, 1.0, 0.0) for _ in pairs]
-    for i in range(BLOCK - 1):
-        factors = [jnp.take_along_axis(x, lane - lane % BLOCK + i, axis=1, mode="promise_in_bounds") for x in pairs]
-        inverse = [x - factor * x[i : i + 1] for x, factor in zip(inverse, factors, strict=True)]
-    halves = [x[:, half * CHUNK : (half + 1) * CHUNK] for x in inverse for half in range(2)]
-    is_block = row // BLOCK == column // BLOCK
-    return [jnp.where(is_block, jnp.concatenate([x] * (CHUNK // BLOCK), axis=0), 0.0) for x in halves[: len(lower)]]
+        # The first steps have no items in the last stages: these compute what nobody reads.
+        run_stages(inputs, outputs.y, states, first, stages.slot(number & 1), has_delta)
+        pl.when(is_chunk & (target >= 0))(lambda: move(target, False))
+        pl.when(is_chunk & (snapshot >= 0))(lambda: move(snapshot, False))

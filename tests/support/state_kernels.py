@@ -27,6 +27,7 @@ class Mixing(NamedTuple):
     packed: bool = False
     every: int = 4
     heads: int = HEADS
+    keys: int | None = None  # heads of keys; None: half as many
     dtypes: tuple[str, str] = ("float32", "float32")  # of values, or of a convolution's tokens and of its states
 
     @property
@@ -71,7 +72,7 @@ def make_arrays(case: Mixing, seed: int = 0) -> dict[str, Any]:
         x[padding] = np.nan
         return jnp.asarray(x)
 
-    heads, few = case.heads, case.heads // 2
+    heads, few = case.heads, case.keys or case.heads // 2
     inner = (2 * heads, 3, 128) if case.op == "causal_conv" else (heads, 16, 128)
     states = random.standard_normal((SLOTS, *inner)).astype(np.float32)
     states[[slot for slot in range(SLOTS) if slot not in case.read]] = np.nan

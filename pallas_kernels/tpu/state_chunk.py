@@ -1,0 +1,373 @@
+"""The sums of `xla.recurrence.run_chunk` for a few heads of a chunk, in three stages of which each has its own item.
+
+`relate` needs no states and nothing of other chunks, `solve` nothing but what `relate` found, `advance` both and the
+states. A grid step runs the three of items that follow each other, so that none waits for another. The matrix unit
+keeps the program's order: products of a stage stand between those of the others, which wait long for each other.
+
+Sixteen rows take a matrix unit as long whatever their depth and width, up to 256 x 256. Numbers are split into parts of
+bfloat16, and parts lie side by side in depth and width: what would be four products is one. Two heads' triangles of 64
+x 64 lie side by side in lanes, for arithmetic on whole registers.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.common.channel_groups import SUBLANES
+from pallas_kernels.tpu.pages import LANES, vector_bytes
+
+CHUNK = 64  # tokens
+BLOCK = 16  # of a triangle's rows, which are substituted one after another; two are joined by products to a half
+HALF = 2 * BLOCK  # of a triangle; the two halves' inverses are applied one after the other
+PAIR = 2 * CHUNK  # lanes of two triangles
+STEP = 2.0**-11  # gates' first parts are multiples of it: sums of a chunk's have no more digits than float32
+STAGES = 3
+ORDER = "rararsasasaa"  # in which stages' products stand in the program, by the stages' first letters
+_MINOR, _INNER, _OUTER = ((1,), (1,)), ((1,), (0,)), ((0,), (0,))
+
+
+class Stages(NamedTuple):
+    """What stages leave to those that follow, in vector memory; shapes and dtypes, and references.
+
+    Two items' `queries`, `keys` and `attention` are kept, by turns: `advance` reads them when `relate` is two items on.
+    """
+
+    queries: Any  # bf16[2, H', parts, CHUNK, K]
+    keys: Any  # as queries
+    attention: Any  # bf16[2, H, parts - 1, CHUNK, 2 CHUNK]: of queries to keys, with gates; parts side by side
+    lower: Any  # f32[pairs of heads, CHUNK, 2 CHUNK]: what keys have of earlier ones
+    gates: Any  # bf16[4 rows_of(H), 2 CHUNK]: three parts of each head's gates, and zeros
+    solver: Any  # bf16[H, parts - 1, 3 HALF, 2 HALF]: the first half's inverse, what lies below it, the second half's
+    spread: Any  # f32[H, 2 CHUNK, LANES]: gates in all lanes, since the chunk's start and till its end
+
+    @property
+    def bytes(self) -> int:
+        """What they take of vector memory."""
+        return sum(vector_bytes(*x) for x in self)
+
+    def slot(self, number: Any) -> "Stages":
+        """Returns references to what is kept of an item."""
+        return self._replace(
+            queries=self.queries.at[number], keys=self.keys.at[number], attention=self.attention.at[number]
+        )
+
+
+def stages_of(heads: int, keys: int, width: int, parts: int) -> Stages:
+    """Returns the shapes for so many heads of values and of keys, these of a width."""
+    few = jnp.bfloat16
+    return Stages(
+        ((2, keys, parts, CHUNK, width), few),
+        ((2, keys, parts, CHUNK, width), few),
+        ((2, heads, parts - 1, CHUNK, PAIR), few),
+        ((-(-heads // 2), CHUNK, PAIR), jnp.float32),
+        ((4 * rows_of(heads), PAIR), few),
+        ((heads, parts - 1, 3 * HALF, 2 * HALF), few),
+        ((heads, PAIR, LANES), jnp.float32),
+    )
+
+
+def rows_of(heads: int) -> int:
+    """Returns how many rows numbers of so many heads take, 8 or 16."""
+    return -(-heads // SUBLANES) * SUBLANES
+
+
+def run_stages(inputs, y_ref, states, first, stages: Stages, has_delta: bool) -> None:
+    """Runs the three stages, of which the last advances the states from `first` on. What they compute is written when
+    all is read: memory's order keeps nothing waiting."""
+    writes: list[tuple[Any, Any, Any]] = []
+    running = {
+        "r": relate(inputs, stages, has_delta, writes),
+        "s": solve(stages, has_delta, writes),
+        "a": advance(inputs.v, y_ref, states, first, stages, has_delta, writes),
+    }
+    for name in ORDER + "rs":
+        next(running[name], None)
+    for ref, place, x in writes:
+        ref[place] = x
+
+
+def relate(inputs, stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
+    """Multiplies queries and keys by keys, and by the gates that lie between them."""
+    q_ref, k_ref, _, numbers_ref, _ = inputs
+    (own, digits), size = stages.keys.shape[:2], stages.spread.shape[0]
+    key_of = [head // (size // own) for head in range(size)]
+    pairs = [(head, min(head + 1, size - 1)) for head in range(0, size, 2)]
+    gates = _Gates(numbers_ref[0, 0], rows_of(size), has_delta)
+    yield
+    queries, keys = ([split(x[0, i].astype(jnp.float32), digits) for i in range(own)] for x in (q_ref, k_ref))
+    for i in range(own):
+        for part in range(digits):
+            writes += [(stages.queries, (i, part), queries[i][part]), (stages.keys, (i, part), keys[i][part])]
+    # Each product twice, side by side: heads of a pair mostly have one key.
+    twice = [[jnp.concatenate([part, part], axis=0) for part in k] for k in keys]
+    read = [_stack(k, q) if has_delta else q for k, q in zip(keys, queries, strict=True)]
+    products = [multiply(x, k, _MINOR) for x, k in zip(read, twice, strict=True)]
+    yield
+    at = gates.spread_sums(pairs)
+    writes.append((stages.gates, slice(None), gates.factors()))
+    yield
+    for i, (a, b) in enumerate(pairs):
+        product = products[key_of[a]]
+        if key_of[a] != key_of[b]:
+            is_first = lax.broadcasted_iota(jnp.int32, product.shape, 1) < CHUNK
+            product = jnp.where(is_first, product, products[key_of[b]])
+        between = gates.between(at, i, a, b)
+        attention = split(product[-CHUNK:] * between, digits)
+        for head in {a, b}:
+            for part, x in enumerate(to_left(_half(attention, head % 2 * CHUNK, CHUNK))):
+                writes.append((stages.attention, (head, part), x))
+        if has_delta:
+            row, column = _places()
+            writes.append((stages.lower, i, jnp.where(column < row, product[:CHUNK] * between, 0.0)))
+
+
+def solve(stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
+    """Inverts the halves of `I + lower` on its diagonal, and spreads gates over lanes."""
+    size, digits = stages.spread.shape[0], stages.keys.shape[1]
+    lower = [stages.lower[i] for i in range(stages.lower.shape[0] if has_delta else 0)]
+    corners = [split(x[HALF:], digits) for x in lower]
+    blocks = invert_blocks(lower)
+    joined = [first_product(*x, digits) for x in quads(lower, blocks)] if has_delta else []
+    yield
+    lines, rows = stages.gates[...], rows_of(size)
+    number, lane = (lax.broadcasted_iota(jnp.int32, (lines.shape[0], LANES * size), i) for i in range(2))
+    spread = _dot(lines, _ones((number & (rows - 1)) == lane // LANES), _OUTER)
+    writes += [(stages.spread, i, spread[:, i * LANES : (i + 1) * LANES]) for i in range(size)]
+    yield
+    inverses = [split(x, digits) for x in join_blocks(blocks, joined, digits)] if has_delta else []
+    for head in range(size if has_delta else 0):
+        inverse, corner, begin = inverses[head // 2], corners[head // 2], head % 2 * CHUNK
+        for i, (x, lane) in enumerate(((inverse, begin), (corner, begin), (inverse, begin + HALF))):
+            for part, y in enumerate(to_left(_half(x, lane, HALF))):
+                writes.append((stages.solver, (head, part, slice(i * HALF, (i + 1) * HALF)), y))
+
+
+def advance(v_ref, y_ref, states, first, stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
+    """Computes outputs, and the states after the chunk."""
+    (own, digits), heads = stages.keys.shape[:2], range(stages.spread.shape[0])
+    key_of = [head // (len(heads) // own) for head in heads]
+    parts = functools.partial(split, digits=digits)
+    queries, keys = ([[x[i, part] for part in range(digits)] for i in range(own)] for x in stages[:2])
+    read = [to_left(_stack(k, q) if has_delta else q) for k, q in zip(keys, queries, strict=True)]
+    since_start, till_end = ([stages.spread[i, part] for i in heads] for part in (slice(CHUNK), slice(CHUNK, None)))
+    contract = _INNER if has_delta else _MINOR
+    found = [multiply_left(read[key_of[i]], parts(states[first + i]), contract) for i in heads]
+    yield
+    u = [v_ref[0, i].astype(jnp.float32) for i in heads]
+    width = u[0].shape[1]
+    if has_delta:
+        # What is yet to be multiplied by beta, which `between` and `till_end` have in them.
+        wanted = [u[i] - found[i][:CHUNK] * _widen(since_start[i], width) for i in heads]
+
+        def apply(place, xs):
+            at = slice(place * HALF, (place + 1) * HALF)
+            return [multiply_left([stages.solver[i, n, at] for n in range(digits - 1)], xs[i]) for i in heads]
+
+        upper = apply(0, [parts(x[:HALF]) for x in wanted])
+        yield
+        upper_parts = [parts(x) for x in upper]
+        below = apply(1, upper_parts)
+        yield
+        under = apply(2, [parts(x[HALF:] - y) for x, y in zip(wanted, below, strict=True)])
+        yield
+        u = [jnp.concatenate(x, axis=0) for x in zip(upper, under, strict=True)]
+        u_parts = [_stack(x, parts(y)) for x, y in zip(upper_parts, under, strict=True)]
+    else:
+        u_parts = [parts(x) for x in u]
+    inner = [multiply_left([stages.attention[i, n] for n in range(digits - 1)], u_parts[i]) for i in heads]
+    yield
+    later = [parts(u[i] * _widen(till_end[i], width)) for i in heads]
+    if has_delta:
+        added = []
+        for key in range(own):  # two heads of a key in one product
+            mine = [later[i] for i in heads if key_of[i] == key]
+            for few in (mine[i : i + 2] for i in range(0, len(mine), 2)):
+                side = [jnp.concatenate(x, axis=1) for x in zip(*few, strict=True)]
+                x = multiply_rows(keys[key], side)
+                added += [x[:, i * width : (i + 1) * width] for i in range(len(few))]
+    else:
+        added = [multiply_rows(later[i], keys[key_of[i]]) for i in heads]
+    for i in heads:
+        y = found[i][-CHUNK:] * _widen(since_start[i], width) + inner[i]
+        decay = _widen(since_start[i][CHUNK - 1 :], states.shape[2])
+        writes += [(y_ref, (0, i), y.astype(y_ref.dtype)), (states, first + i, states[first + i] * decay + added[i])]
+
+
+class _Gates:
+    """Sums of logarithms of gates, of all heads: one row for each.
+
+    Their differences are what lies between two tokens, and would lose digits: so sums are of two parts, multiples of
+    `STEP`, which are exact, and the small rest.
+    """
+
+    def __init__(self, numbers, rows, has_delta):
+        self.rows, self.has_delta = rows, has_delta
+        first = jnp.round(numbers[:rows] * (1 / STEP)) * STEP
+        parts = split(jnp.concatenate([first, numbers[:rows] - first], axis=0), 3)
+        row, column = _places()
+        lane = lax.broadcasted_iota(jnp.int32, row.shape, 1)
+        ones = _ones((lane < CHUNK) & (row <= column) | (lane >= CHUNK) & (row > column))
+        self.sums = sum(_dot(part, ones, _INNER) for part in parts)  # since the start, and behind them till the end
+        self.beta = jnp.concatenate([numbers[rows:]] * 2, axis=1) if has_delta else None
+
+    def factors(self):
+        """Returns parts of gates since the start, and till the end times beta."""
+        x = jnp.exp(self.sums[: self.rows] + self.sums[self.rows :])
+        if self.has_delta:
+            x = x * jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 1) < CHUNK, 1.0, self.beta)
+        parts = [part.astype(jnp.float32) for part in split(x, 3)]
+        return jnp.concatenate([*parts, jnp.zeros_like(x)], axis=0).astype(jnp.bfloat16)
+
+    def spread_sums(self, pairs):
+        """Returns each token's sums in the lanes of its head, of one pair after another."""
+        parts = jnp.concatenate(split(self.sums[:, :CHUNK], 3), axis=0)
+        number, lane = (lax.broadcasted_iota(jnp.int32, (parts.shape[0], 2 * PAIR * len(pairs)), i) for i in range(2))
+        part, head = lane // PAIR & 1, jnp.minimum(lane // (2 * PAIR) * 2 + (lane // CHUNK & 1), pairs[-1][1])
+        return _dot(parts, _ones((number & (2 * self.rows - 1)) == part * self.rows + head), _OUTER)
+
+    def between(self, at, pair, a, b):
+        """Returns gates after a token (in lanes) till another (in rows), times the former's beta; 0 for later ones."""
+        is_first = lax.broadcasted_iota(jnp.int32, (1, PAIR), 1) < CHUNK
+        since_start = jnp.where(
+            lax.broadcasted_iota(jnp.int32, self.sums.shape, 1) < CHUNK, self.sums, pltpu.roll(self.sums, CHUNK, 1)
+        )
+
+        def in_lanes(x, start):
+            return jnp.where(is_first, x[start + a : start + a + 1], x[start + b : start + b + 1])
+
+        at = at[:, 2 * pair * PAIR : 2 * (pair + 1) * PAIR]
+        total = (at[:, :PAIR] - in_lanes(since_start, 0)) + (at[:, PAIR:] - in_lanes(since_start, self.rows))
+        row, column = _places()
+        gates = jnp.exp(jnp.where(column <= row, total, -jnp.inf))
+        return gates * in_lanes(self.beta, 0) if self.has_delta else gates
+
+
+def invert_blocks(lower):
+    """Returns the inverses of the blocks on the diagonals of `I + lower`, side by side, a row at a time. Powers of
+    `lower`, which are as fast, overflow where keys repeat."""
+    place, lane = (lax.broadcasted_iota(jnp.int32, (BLOCK, PAIR), i) for i in range(2))
+    begin, number = lane & -BLOCK, lane // BLOCK & (CHUNK // BLOCK - 1)
+    blocks = [x[:BLOCK] for x in lower]
+    for i in range(1, CHUNK // BLOCK):
+        blocks = [jnp.where(number == i, x[i * BLOCK : (i + 1) * BLOCK], y) for x, y in zip(lower, blocks, strict=True)]
+    start = jnp.where(place == lane - begin, 1.0, 0.0)
+    tiles = [slice(i, i + SUBLANES) for i in range(0, BLOCK, SUBLANES)]
+    inverse = [[start[tile] for tile in tiles] for _ in lower]
+    for i in range(BLOCK - 1):
+        for x, y in zip(blocks, inverse, strict=True):
+            line = y[i // SUBLANES][i % SUBLANES : i % SUBLANES + 1]
+            for n in range(i // SUBLANES, len(tiles)):  # tiles before it have no row that follows
+                factors = jnp.take_along_axis(x[tiles[n]], begin[:SUBLANES] + i, axis=1, mode="promise_in_bounds")
+                y[n] = y[n] - factors * line
+    return [jnp.concatenate(x, axis=0) for x in inverse]
+
+
+def quads(lower, blocks):
+    """Yields, of two pairs of heads each, what lies between the two blocks of a half, and the inverses of the first and
+    the second ones, side by side: of the former pair in even places, of the latter in odd ones."""
+    is_even = _is_even()
+    lane = lax.broadcasted_iota(jnp.int32, is_even.shape, 1)
+    corners = [jnp.where((lane & HALF) == 0, x[BLOCK:HALF], x[HALF + BLOCK :]) for x in lower]
+    for i in range(0, len(lower), 2):
+        j = min(i + 1, len(lower) - 1)
+        yield (
+            jnp.where(is_even, corners[i], pltpu.roll(corners[j], BLOCK, 1)),
+            jnp.where(is_even, blocks[i], pltpu.roll(blocks[j], BLOCK, 1)),
+            jnp.where(is_even, pltpu.roll(blocks[i], PAIR - BLOCK, 1), blocks[j]),
+        )
+
+
+def first_product(corner, first, second, digits):
+    """Returns the second blocks' inverses, and the corners times the first ones'."""
+    return second, multiply(split(corner, digits), to_diagonal(split(first, digits)), _INNER)
+
+
+def join_blocks(blocks, joined, digits):
+    """Returns the inverses of halves, those of two heads side by side, `[HALF, PAIR]`."""
+    products = [multiply(split(x, digits), to_diagonal(split(y, digits)), _INNER) for x, y in joined]
+    corners = [x for y in products for x in (y, pltpu.roll(y, PAIR - BLOCK, 1))]
+    is_even = _is_even()
+    return [
+        jnp.concatenate([jnp.where(is_even, x, 0.0), jnp.where(is_even, -corner, x)], axis=0)
+        for x, corner in zip(blocks, corners[: len(blocks)], strict=True)
+    ]
+
+
+def to_diagonal(parts):
+    """Returns blocks that stand side by side as those of a diagonal."""
+    lane = lax.broadcasted_iota(jnp.int32, (BLOCK, PAIR), 1)
+    zero = jnp.zeros((), jnp.bfloat16)
+    return [
+        jnp.concatenate([jnp.where(lane // BLOCK == i, x, zero) for i in range(PAIR // BLOCK)], axis=0) for x in parts
+    ]
+
+
+def split(x, digits):
+    """Returns so many parts of each number of `x`, in bfloat16, which add up to it: three exactly."""
+    parts = []
+    for _ in range(digits):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x - parts[-1].astype(jnp.float32)
+    return parts
+
+
+def to_left(parts, axis=1):
+    """Returns parts side by side, as `multiply_left` takes them."""
+    return [jnp.concatenate([parts[0], x], axis=axis) for x in parts[1:]]
+
+
+def multiply_left(left, b, contract=_INNER):
+    """Returns a product in float32 of numbers of two parts, all of their digits; of three, those of float32."""
+    axis = contract[1][0]
+    side = jnp.concatenate(b[:2], axis=1 - axis)
+    found = _dot(left[0], jnp.concatenate([side, side], axis=axis), contract)
+    width = found.shape[1] // 2
+    found = found[:, :width] + found[:, width:]
+    return found if len(b) == 2 else found + _dot(left[1], jnp.concatenate([b[2], b[0]], axis=axis), contract)
+
+
+def multiply(a, b, contract):
+    """Returns the same of parts that do not stand side by side yet."""
+    return multiply_left(to_left(a, contract[0][0]), b, contract)
+
+
+def multiply_rows(a, b):
+    """Returns the product of `a`, turned, and `b`: of two parts all digits, of three those of float32."""
+    pairs = [(x, y) for i, x in enumerate(a) for y in b[: max(2, len(b) - i)]]
+    return _dot(*(jnp.concatenate(x, axis=0) for x in zip(*pairs, strict=True)), _OUTER)
+
+
+def _dot(a, b, contract):
+    return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+
+
+def _ones(mask):
+    return mask.astype(jnp.float32).astype(jnp.bfloat16)
+
+
+def _places():
+    """Returns the rows and the columns of two triangles side by side."""
+    row, lane = (lax.broadcasted_iota(jnp.int32, (CHUNK, PAIR), i) for i in range(2))
+    return row, lane & (CHUNK - 1)
+
+
+def _is_even():
+    """Returns whether a lane is of a block that is the first of its half."""
+    return (lax.broadcasted_iota(jnp.int32, (BLOCK, PAIR), 1) & BLOCK) == 0
+
+
+def _half(parts, start, width):
+    return [x[:, start : start + width] for x in parts]
+
+
+def _stack(a, b):
+    return [jnp.concatenate(x, axis=0) for x in zip(a, b, strict=True)]
+
+
+def _widen(x, width):
+    """Returns `x [., LANES]`, the same in all lanes, `width` lanes wide."""
+    return x[:, :width] if width <= LANES else jnp.concatenate([x] * (width // LANES), axis=1)
