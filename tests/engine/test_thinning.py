@@ -1,5 +1,6 @@
 """An engine whose rows give tokens up: each gets what it would get alone, and what it gives up is room for others."""
 
+import dataclasses
 import functools
 import random
 import types
@@ -241,7 +242,15 @@ def test_scores_that_are_no_numbers_are_worth_least():
 
 BAD = [
     (dict(score="h2o"), "Eviction.score must be a function, hashable as functions are, or one of expected_attention"),
+    (dict(score="h2o"), "not 'h2o': H2O's score is observed_attention."),
     (dict(score=["knorm"]), "hashable as functions are"),
+    (
+        dict(score=lambda x: 1),
+        r"called as score\(cache, layer=i\), .* and <lambda> cannot be: got an unexpected keyword",
+    ),
+    (dict(score=lambda cache, layer, more: 1), "and <lambda> cannot be: missing a required argument: 'more'"),
+    (dict(score=functools.partial(scores.snapkv, window_size=0)), "window_size of snapkv must be at least 1, not 0"),
+    (dict(score="tova", by="head"), "Eviction.by='head' cannot be with tova, which is a mean over heads: by='layer'"),
     (dict(keep=0), "Eviction.keep, a number of tokens or a share below 1.0, must be at least 1, not 0"),
     (dict(keep=0.0), "Eviction.keep, a share, must be above 0, not 0.0"),
     (dict(keep=1.5), "Eviction.keep, a share, must be from 0|Eviction.keep, a share, must be at most 1"),
@@ -262,6 +271,13 @@ BAD = [
 def test_bad_evictions_are_refused(fields, why):
     with pytest.raises(ValueError, match=why):
         Eviction(**{"score": "knorm"} | fields)
+
+
+def test_a_share_is_no_number_of_tokens():
+    """To Python 1.0 and 1 are equal, and programs are shared by what is equal."""
+    share, number = Eviction("knorm", 1.0), Eviction("knorm", 1)
+    assert share != number and share == Eviction("knorm", np.float32(1)) and number == Eviction("knorm", np.int64(1))
+    assert "is_share" not in repr(share) and dataclasses.replace(share, keep=1) == number
 
 
 def test_what_does_not_go_together_is_refused():

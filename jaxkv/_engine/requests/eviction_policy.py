@@ -65,18 +65,22 @@ class Eviction:
     every: int | None = None
     by: Literal["layer", "head"] | None = None
     queries: int | None = None
+    _is_share: bool = dataclasses.field(init=False, repr=False)  # to Python keep=1 and keep=1.0 are equal
 
     def __post_init__(self):
         put = functools.partial(object.__setattr__, self)
         if isinstance(self.score, str) and self.score in SCORES:
             put("score", getattr(scores, self.score))
         if not callable(self.score) or not isinstance(self.score, Hashable):
+            is_h2o = isinstance(self.score, str) and self.score.lower() == "h2o"
+            hint = ": H2O's score is observed_attention" if is_h2o else ""
             raise ValueError(
                 f"Eviction.score must be a function, hashable as functions are, or one of {', '.join(SCORES)}, not "
-                f"{show(self.score)}."
+                f"{show(self.score)}{hint}."
             )
-        is_share = isinstance(self.keep, float | np.floating)
-        if is_share:
+        self._check_score()
+        put("_is_share", isinstance(self.keep, float | np.floating))
+        if self._is_share:
             put("keep", real("Eviction.keep, a share,", self.keep, above=0, most=1))
         else:
             put("keep", integer("Eviction.keep, a number of tokens or a share below 1.0,", self.keep, least=1))
@@ -92,6 +96,22 @@ class Eviction:
                 "by='layer'" if self.by == "layer" else f"{self._function.__name__}, which says the same of all heads"
             )
             raise ValueError(f"Eviction.budget='ada' has heads compete, which cannot be with {what}.")
+        if self.by == "head" and self._function is scores.tova:
+            raise ValueError("Eviction.by='head' cannot be with tova, which is a mean over heads: by='layer'.")
+
+    def _check_score(self) -> None:
+        """Raises ValueError if a score cannot be called as an engine does it, or reads none of the queries it takes."""
+        given = {name: None for name in ("q", "num_tokens", "scale", "rotate") if name in self.parameters}
+        try:
+            inspect.signature(self.score).bind(None, layer=0, **given)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ValueError(
+                f"Eviction.score is called as score(cache, layer=i), with q=, num_tokens=, scale= and rotate= if it "
+                f"has them, and {self.name} cannot be: {error}."
+            ) from None
+        window = self.parameters.get("window_size")
+        if "q" in self.parameters and isinstance(window, int | np.integer):
+            integer(f"window_size of {self.name}", window, least=1)
 
     # What the score wants.
 
