@@ -38,6 +38,7 @@ from jaxkv._files.paths import read_path
 
 FORMAT, VERSION = "jaxkv block", 1
 CHECKSUM = 4  # bytes at the end
+LISTINGS = 8  # how often the folder is listed while the limit is written once
 _HEX = "[0-9a-f]"
 _NAME = re.compile(r"[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{40}\.[0-9]+")
 
@@ -78,7 +79,9 @@ class BlockFiles:
 
     The least recently used file is removed first, whoever owns it; file times carry the order to the next process.
     Several processes may use one folder at a time, and find each other's blocks. Each counts the bytes of the files
-    that it has seen. A damaged or missing file, or a full disk, raises nothing: such a block counts as missing.
+    that it has seen, and lists the folder again when it has written an eighth of the limit: all together exceed the
+    limit by at most that for each of the others. A damaged or missing file, or a full disk, raises nothing: such a
+    block counts as missing.
 
     Args:
       folder: created if missing. Files in it that are not blocks stay.
@@ -100,6 +103,7 @@ class BlockFiles:
             self._parts.append({layers[0]: _state_parts(config, layers) for layers in config.state_stacks})
         # Bytes by name, the least recently used first. A file's size is recorded only once the file exists.
         self.files = _list_blocks(self.folder)
+        self.unlisted = 0  # bytes written since the folder was listed
         self.known: dict[str, SavedBlock] = {}  # blocks that were asked for
         self.lost: set[str] = set()  # damaged files that cannot be removed
         self.counts: collections.Counter[str] = collections.Counter()
@@ -157,6 +161,8 @@ class BlockFiles:
             return False
         path = self.folder / name
         try:
+            if self.unlisted + size > self.most_bytes // LISTINGS:
+                self._list_again()
             self._make_room(self.most_bytes - size)
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path, durable=False) as file:
@@ -169,6 +175,7 @@ class BlockFiles:
             self._say_once(error)
             return False
         self.files[name], self.known[name] = size, block
+        self.unlisted += size
         self.counts["written"] += 1
         if is_spare:
             self.spare(block)
@@ -254,6 +261,14 @@ class BlockFiles:
         if name in self.files:
             self.files.move_to_end(name)
         return True
+
+    def _list_again(self) -> None:
+        """Learns which files other processes have written and removed."""
+        files = _list_blocks(self.folder)
+        for name in self.lost:
+            files.pop(name, None)
+        self.known = {name: block for name, block in self.known.items() if name in files}
+        self.files, self.unlisted = files, 0
 
     def _make_room(self, most_bytes: int) -> None:
         taken = self.num_bytes

@@ -2,6 +2,7 @@
 
 import errno
 import pathlib
+import random
 
 import pytest
 from test_prefix import BLOCK, A, B, compute, make_config
@@ -98,3 +99,22 @@ def test_indexes_of_one_process_mind_the_bytes_together(tmp_path):
         prefix.flush(prefix.insert(cache, 0, prompt))
     size = sum(path.stat().st_size for path in files_of(tmp_path))
     assert one.stats()["disk_bytes"] == two.stats()["disk_bytes"] == size
+
+
+def test_several_indexes_keep_one_limit(tmp_path):
+    """Of processes, which do not tell each other what they write: each may exceed it by an eighth."""
+    draw, config, most = random.Random(0), make_config(), 60_000
+    indexes = [jaxkv.PrefixCache(config, **options(tmp_path, config, disk_bytes=most)) for _ in range(3)]
+    caches, largest = [jaxkv.init(config) for _ in indexes], 0
+    for turn in range(24):
+        i = turn % 3
+        prompt = [draw.randrange(100) for _ in range(28)]
+        cache, _ = compute(indexes[i].make_room(caches[i], 10), 0, prompt)
+        caches[i] = cache = jaxkv.free(indexes[i].insert(cache, 0, prompt), 0)
+        indexes[i].flush(cache)
+        indexes[i].check_invariants(cache)
+        largest = max(largest, sum(path.stat().st_size for path in files_of(tmp_path)))
+    assert 0.8 * most < largest <= most * 10 / 8
+    assert indexes[i].match([*prompt, 1]).num_tokens == 28
+    indexes[0].flush(caches[0])
+    assert abs(indexes[0].stats()["disk_bytes"] - sum(p.stat().st_size for p in files_of(tmp_path))) <= most / 4

@@ -54,7 +54,8 @@ class PrefixCache:
       disk: a folder for blocks that leave host memory, one file each. Processes may share it, concurrently or one after
         another. Needs `spill_bytes` that hold a prompt's blocks, since they return through host memory. Damaged files
         and those of another config, model or salt are never used.
-      disk_bytes: the limit of bytes of all blocks in the folder; the least recently used are deleted.
+      disk_bytes: the limit of bytes of all blocks in the folder; the least recently used are deleted. Each further
+        process that writes there at the same time may exceed it by an eighth.
       model: the name of the model, or a fingerprint. With `disk`, blocks of another model are not found.
       snapshot_bytes: device memory beside the cache for states of recurrent layers, one snapshot for each end of a
         prompt; those that save the fewest tokens go first, to up to half of `spill_bytes`, and to `disk`. Default: a
