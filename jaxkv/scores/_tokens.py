@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.config.validation import flag, integer, real
 from jaxkv._core.state.arguments import row_counts
 
@@ -247,6 +247,7 @@ def _tokens(cache: Cache, layer: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def _limit_length(cache: Cache, layer: int) -> Cache:
     """Returns the cache with `max_seq_len` limited to the slots of a layer's block table, to read that layer."""
+    check_cache(cache)
     group = cache.config.group(layer)
     places = cache.config.max_seq_len if cache.config.group_slides[group] else cache.config.row_places(group)
     return cache.replace(config=cache.config.replace(max_seq_len=places))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+import jaxkv.scores
 
 LOCAL = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, window=32)
 FULL = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -104,3 +105,41 @@ def test_what_was_donated_says_so(config):
     ):
         with pytest.raises(ValueError, match="This cache was donated: go on with the one that the step returned"):
             function(cache)
+
+
+READERS = {
+    "attention": lambda c, x: jaxkv.attention(x, x, x, c, layer=0),
+    "attend": lambda c, x: jaxkv.attend(x, c, layer=0),
+    "write": lambda c, x: jaxkv.write(c, x, x, layer=0),
+    "positions": lambda c, x: jaxkv.positions(c.layers[0], (2, 1)),
+    "attention with a layer": lambda c, x: jaxkv.attention(x, x, x, c.layers[0]),
+    "write with a layer": lambda c, x: jaxkv.write(c.layers[0], x, x),
+    "lengths": lambda c, x: c.lengths,
+    "new": lambda c, x: c.new,
+    "failed": lambda c, x: c.failed,
+    "is_empty": lambda c, x: c.is_empty,
+    "num_tokens": lambda c, x: c.num_tokens,
+    "blocks_in_use": lambda c, x: c.blocks_in_use,
+    "held": lambda c, x: c.layers[0].held,
+    "token": lambda c, x: c.token(0, 0),
+    "read": lambda c, x: c.read(0, 0, 0),
+    "separate": lambda c, x: c.separate(0),
+    "combined": lambda c, x: c.combined(0),
+    "snapkv": lambda c, x: jaxkv.scores.snapkv(c, layer=0, q=x),
+    "tova": lambda c, x: jaxkv.scores.tova(c, layer=0, q=x),
+    "knorm": lambda c, x: jaxkv.scores.knorm(c, layer=0),
+    "streaming_llm": lambda c, x: jaxkv.scores.streaming_llm(c, layer=0),
+    "quest": lambda c, x: jaxkv.scores.quest(c, layer=0, q=x, num_blocks=1),
+    "uniform": lambda c, x: jaxkv.scores.uniform(c, 0.5),
+    "pyramid": lambda c, x: jaxkv.scores.pyramid(c, 0.5, layer=0, window_size=1),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_whatever_reads_what_was_donated_says_so(name):
+    cache = jaxkv.init(jaxkv.CacheConfig(layers=(FULL,), num_blocks=8, **SIZES))
+    after = jax.jit(lambda cache: jaxkv.extend(cache, jnp.array([1, 1])), donate_argnames="cache")(cache)
+    x = jnp.ones((2, 1, 2, 8))
+    with pytest.raises(ValueError, match=r"This (cache|layer) was donated: go on with the one that the step returned"):
+        READERS[name](cache, x)
+    READERS[name](after, x)

@@ -13,6 +13,8 @@ from jaxkv._core.state.head_rows import HEAD_ROW_FIELDS
 from jaxkv._core.state.shard_local import find_head_shard
 from jaxkv._core.state.sharding import POOL, WHOLE
 from jaxkv._core.state.state import Layer, Pool
+from jaxkv._core.state.state_repr import check_living
+from jaxkv._core.state.state_slots import StateLayer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,17 +87,20 @@ def find_layer(cache: Any, layer: Any) -> Layer:
     return cache.layer(layer)
 
 
-def is_layer(cache: Any, layer: Any, kind: type, hint: str = "") -> bool:
+def is_layer(cache: Any, layer: Any, kind: type[Layer] | type[StateLayer], hint: str = "") -> bool:
     """Tells whether `cache` is a layer of this kind itself.
 
-    Raises ValueError if `layer` names another besides, or if it is neither that nor a cache with the index of a layer.
+    Raises ValueError if `layer` names another besides, if it is neither that nor a cache with the index of a layer, or
+    if it was donated.
     """
     if isinstance(cache, kind):
         if layer is not None:
             raise ValueError(f"layer={layer} is for a cache, but this is one of its layers: leave it out.")
+        check_living("layer", cache.tables.lengths)
         return True
     if not isinstance(cache, Cache):
         raise ValueError(f"cache must be a jaxkv.Cache or one of its layers, not {type(cache).__name__}.{hint}")
+    check_living("cache", cache.tables[0].lengths)
     if layer is None:
         raise ValueError("layer must say which of the cache's layers is meant, unless one of cache.layers is given.")
     return False

@@ -23,7 +23,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import flag, integer
 from jaxkv._core.state.head_rows import repeat_for_heads, row_tables
 from jaxkv._core.state.state import SENSELESS, STALE, BlockTables, Layer
-from jaxkv._core.state.state_repr import describe_step
+from jaxkv._core.state.state_repr import check_living, describe_step
 from jaxkv._core.state.static_fields import register_export
 from pallas_kernels.common.shared_prefix import TOGETHER, queries_together
 
@@ -206,7 +206,9 @@ def positions(cache: Cache | Layer, shape: Sequence[int], *, tree: Any = None) -
     >>> jaxkv.positions(cache, (2, 4)).tolist()
     [[3, 4, 0, 0], [0, 1, 2, 3]]
     """
-    if not isinstance(cache, Layer):
+    if isinstance(cache, Layer):
+        check_living("layer", cache.tables.lengths)
+    else:
         check_cache(cache)
     tables = row_tables(cache.tables if isinstance(cache, Layer) else cache.tables[0], cache.config)
     shape = check_token_axes(tables, shape, "shape")

@@ -16,7 +16,7 @@ from jaxkv._core.config.kv_packing import stack_kv
 from jaxkv._core.config.validation import show
 from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
 from jaxkv._core.state.state import BlockTables, Layer, Pool
-from jaxkv._core.state.state_repr import DONATED, is_donated
+from jaxkv._core.state.state_repr import check_living
 from jaxkv._core.state.state_slots import NULL_SLOT, StateLayer, StateSlots
 from jaxkv._core.state.static_fields import register_export
 
@@ -26,8 +26,8 @@ def check_cache(cache: Any, *, may_be_donated: bool = False) -> None:
     if not isinstance(cache, Cache):
         part = getattr(type(cache), "NO_CACHE", None)  # the message of a class easily taken for one
         raise ValueError(part or f"cache must be a Cache, as jaxkv.init makes one, not {show(cache)}.")
-    if not may_be_donated and is_donated(cache.tables[0].lengths):
-        raise ValueError(f"This cache was {DONATED}.")
+    if not may_be_donated:
+        check_living("cache", cache.tables[0].lengths)
 
 
 @register_export

@@ -24,7 +24,7 @@ from jaxkv._core.state.columns import columns_of, logical_entries
 from jaxkv._core.state.head_rows import row_tables
 from jaxkv._core.state.sharding import KV, PARTS, POOL, WHOLE, head_spec, replicate, run_on_shards
 from jaxkv._core.state.state import BlockTables, Layer, Pool
-from jaxkv._core.state.state_repr import DONATED, is_donated
+from jaxkv._core.state.state_repr import DONATED, check_living, is_donated
 from jaxkv._core.state.state_slots import StateLayer, StateSlots
 
 
@@ -116,6 +116,12 @@ class Views:
         """Whether all layers are equal."""
         return self.config.is_uniform
 
+    @property
+    def _living_tables(self) -> tuple[BlockTables, ...]:
+        """The tables, to read from. Raises ValueError if the cache was donated."""
+        check_living("cache", self.tables[0].lengths)
+        return self.tables
+
     # The values of rows are equal in every group.
 
     @property
@@ -124,21 +130,21 @@ class Views:
 
         Evicted tokens count; `layers[i].held` counts the tokens that a layer holds.
         """
-        return row_tables(self.tables[0], self.config).lengths
+        return row_tables(self._living_tables[0], self.config).lengths
 
     @property
     def new(self) -> jax.Array:
         """`i32[S]`: this step's tokens among `lengths`; 0 after `evict` has dropped tokens of the row in any layer."""
-        first, *others = (tables for g, tables in enumerate(self.tables) if g == 0 or tables.evicted is not None)
+        first, *others = self._living_tables
         new = row_tables(first, self.config).new
-        for tables in others:
+        for tables in (tables for tables in others if tables.evicted is not None):
             new = jnp.minimum(new, row_tables(tables, self.config).new)
         return new
 
     @property
     def failed(self) -> jax.Array:
         """`bool[S]`: rows with a request that could not be met; `jaxkv.check` says why."""
-        return row_tables(self.tables[0], self.config).failed
+        return row_tables(self._living_tables[0], self.config).failed
 
     @property
     def num_layers(self) -> int:
@@ -155,7 +161,7 @@ class Views:
     @property
     def blocks_in_use(self) -> Any:
         """Blocks of all groups that a row or a `PrefixCache` holds, partly used and reserved ones included."""
-        return _number(sum(tables.num_used for tables in self.tables))
+        return _number(sum(tables.num_used for tables in self._living_tables))
 
     @property
     def capacity(self) -> int:
@@ -224,6 +230,7 @@ class Views:
         In a layer that evicts, positions count the tokens held. If it evicts by heads, the result has one more axis at
         the end, with each head's own slot.
         """
+        check_living("cache", self.tables[0].lengths)
         found = self.layer(layer)
         tables, evict = found.tables, self.config.group_evicts[found.group]
         row, position = (cast_int32(read_numbers(name, x)) for name, x in {"row": row, "position": position}.items())
@@ -290,6 +297,7 @@ class Views:
 
     def _logical(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """Returns the blocks of a layer's rows in order from the first on, and the rows' lengths."""
+        check_living("cache", self.tables[0].lengths)
         tables, group = self.layer(layer).tables, self.config.group(layer)
         width, sink_blocks = self.config.max_blocks_per_seq, self.config.group_sink_blocks[group]
         return logical_entries(tables.tables, tables.skipped, width, sink_blocks), tables.lengths

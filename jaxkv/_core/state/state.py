@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.state.state_repr import describe_layer, describe_pool, describe_tables
+from jaxkv._core.state.state_repr import check_living, describe_layer, describe_pool, describe_tables
 from jaxkv._core.state.static_fields import register_export
 
 # Block 0 is never allocated and never written: unused table entries point at it, so that any fetch is in bounds.
@@ -210,6 +210,7 @@ class Layer:
     @property
     def held(self) -> jax.Array:
         """`i32[S]`: tokens that the layer holds of each row; `i32[S, K]` if the layer evicts by heads."""
+        check_living("layer", self.tables.lengths)
         heads = self.config.group_heads[self.group]
         lengths = self.tables.lengths
         return lengths if self.config.group_evicts[self.group] != "head" else lengths.reshape(heads, -1).T

@@ -17,6 +17,12 @@ def is_donated(tree: Any) -> bool:
     )
 
 
+def check_living(what: str, array: Any) -> None:
+    """Raises ValueError if `array`, of the cache or layer that `what` names, was donated. Traced ones never are."""
+    if not isinstance(array, jax.core.Tracer) and isinstance(array, jax.Array) and array.is_deleted():
+        raise ValueError(f"This {what} was {DONATED}.")
+
+
 def read_integers(x: Any) -> np.ndarray | None:
     """Returns an array of integers on the host; None if its numbers are not known here."""
     if isinstance(x, jax.core.Tracer) or not hasattr(x, "__array__") or not jnp.issubdtype(x.dtype, jnp.integer):
