@@ -10,7 +10,7 @@ from typing import Any
 
 import jaxkv
 from jaxkv._cli.compiling import announce, keep_compiled
-from jaxkv._cli.text import TextModel, open_model, prefix_options
+from jaxkv._cli.text import TextModel, describe_limit, open_model, prefix_options
 from jaxkv._core.config.validation import MOST_INDEX, integer
 
 MOST_LENGTH = 8192  # default tokens of a chat
@@ -58,32 +58,42 @@ class Conversation:
         """Prints the answer to a question as it comes. An interrupt ends it; what had come is kept."""
         messages = [*self.messages, {"role": "user", "content": question}]
         answer: list[str] = []
+        cut = None
         try:
             with _Interrupt() as interrupt:
-                self._answer(messages, answer, interrupt)
+                cut = self._answer(messages, answer, interrupt)
         except KeyboardInterrupt:
             pass
         except ValueError as error:
             print(f"jaxkv: {error}", file=sys.stderr)
             return
         print(flush=True)
+        if cut is not None:
+            print(f"jaxkv: {cut}.", file=sys.stderr)
         if answer:
             self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
 
-    def _answer(self, messages: list[dict[str, str]], answer: list[str], interrupt: "_Interrupt") -> None:
+    def _answer(self, messages: list[dict[str, str]], answer: list[str], interrupt: "_Interrupt") -> str | None:
+        """Prints an answer's text. Returns why it was cut, if the chat is full."""
         tokens = self.opened.chat.chat(messages)
         if why := self.engine.problem(tokens, self.max_new_tokens):
             raise ValueError(f"The chat cannot go on: {why}. Begin another, or give more with --max-seq-len.")
         self.turns, self.tokens = self.turns + 1, self.tokens + len(tokens)
         pieces = self.opened.chat.stream(tokens)
         stream = self.engine.stream([tokens], self.max_new_tokens, eos=self.opened.eos, **self.opened.sampling)
+        count, token = 0, None
         with contextlib.closing(stream):
             for _, token in announce(stream) if self.turns == 1 else stream:
+                count += 1
                 _say(pieces.add(token), answer)
                 if interrupt.came:
                     print(" ...", end="")
-                    return
+                    return None
         _say(pieces.finish(), answer)
+        if count < self.max_new_tokens and token not in self.opened.eos:
+            plural, limit = "s" * (count != 1), describe_limit(self.engine, self.opened)
+            return f"stopped after {count} token{plural}: {limit}"
+        return None
 
     def describe(self) -> str:
         saved = self.engine.stats()["tokens_saved"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import jaxkv
 from jaxkv._cli.compiling import announce, keep_compiled
-from jaxkv._cli.text import TextModel, TextStream, TokenIds, open_model, prefix_options
+from jaxkv._cli.text import TextModel, TextStream, TokenIds, describe_limit, open_model, prefix_options
 from jaxkv._core.cache.checks import stats
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.validation import MOST_INDEX, integer
@@ -111,6 +111,7 @@ def _continue(
         room = min(max_new_tokens, engine.config.max_seq_len - len(tokens[index]))
         printer.add(index, token, token in opened.eos or len(outputs[index]) == room)
     printer.finish()
+    _say_what_is_cut(engine, opened, [i + 1 for i in kept], outputs, max_new_tokens)
     if engine.prefix is not None:
         engine.prefix.flush(engine.cache)
     # A cache that rounds more than the model, or evicts, leads to other tokens.
@@ -126,6 +127,27 @@ def _continue(
                 file=sys.stderr,
             )
     return 1 if problems else 0
+
+
+def _say_what_is_cut(
+    engine: Any, opened: TextModel, numbers: list[int], outputs: list[list[int]], max_new_tokens: int
+) -> None:
+    """Says on stderr which outputs end because the context is full, and not as was asked."""
+    cut = {
+        number: len(output)
+        for number, output in zip(numbers, outputs, strict=True)
+        if output and len(output) < max_new_tokens and output[-1] not in opened.eos
+    }
+    if not cut:
+        return
+    shortest, longest = min(cut.values()), max(cut.values())
+    plural = "s" * (longest > 1)
+    after = f"{longest} token{plural}" if shortest == longest else f"{shortest} to {longest} tokens"
+    whose = f"prompt {next(iter(cut))} " if len(cut) == 1 else f"{len(cut)} of {len(outputs)} prompts "
+    print(
+        f"jaxkv: {whose if len(outputs) > 1 else ''}stopped after {after}: {describe_limit(engine, opened)}.",
+        file=sys.stderr,
+    )
 
 
 def _eviction(arguments: argparse.Namespace) -> Eviction | None:
@@ -225,6 +247,25 @@ def _tokens_per_second(times: list[float]) -> float | None:
     return (len(times) - 1 - begin) / seconds if seconds else None
 
 
+def _check(engine: Any, prompts: list, outputs: list, choice: dict) -> str:
+    """Says whether the outputs equal what is computed without any cache."""
+    wrong = [
+        sum(a != b for a, b in zip(engine.recompute(prompt, output, index=i, **choice), output, strict=True))
+        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+    if not any(wrong):
+        return "The output equals a recomputation without any cache."
+    where = f" in {sum(map(bool, wrong))} of {len(wrong)} prompts" if len(wrong) > 1 else ""
+    found = (
+        f"The output DIFFERS{where} from a recomputation without any cache, in {sum(wrong)} of "
+        f"{sum(map(len, outputs))} tokens."
+    )
+    dtype = engine.config.kind(0).declared_dtype
+    if dtype.itemsize == 2:
+        found += f" Rounding in {dtype} can do that: --dtype float32 compares exactly."
+    return found
+
+
 def _report(engine: Any, prompts: list, outputs: list, times: list[float], choice: dict | None) -> str:
     config, count = engine.config, len(times)
     first = times[0] if times else 0.0
@@ -246,10 +287,5 @@ def _report(engine: Any, prompts: list, outputs: list, times: list[float], choic
         saved = engine.stats()["tokens_saved"]
         lines.append(f"{saved} of the prompts' {sum(map(len, prompts))} tokens were known from before.")
     if choice is not None:
-        same = [
-            engine.recompute(prompt, output, index=i, **choice) == output
-            for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
-        ]
-        verdict = "equals" if all(same) else f"DIFFERS in {same.count(False)} of {len(same)} prompts from"
-        lines.append(f"The output {verdict} a recomputation without any cache.")
+        lines.append(_check(engine, prompts, outputs, choice))
     return "\n" + "\n".join(lines)

@@ -147,6 +147,14 @@ def prefix_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"prefix_cache": True, "spill_bytes": int(most), "disk": arguments.prefix_disk, "disk_bytes": most}
 
 
+def describe_limit(engine: Any, opened: TextModel) -> str:
+    """Returns what limits the tokens of a sequence in an engine."""
+    most = engine.config.max_seq_len
+    if most == opened.model.max_seq_len:
+        return f"the model's max_seq_len is {most}"
+    return f"max_seq_len is {most}, give more with --max-seq-len"
+
+
 def _mesh(count: int) -> Any:
     import jax
     import numpy as np

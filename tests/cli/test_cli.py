@@ -11,12 +11,15 @@ import sys
 import pytest
 from nightly import NIGHTLY
 
+import jaxkv
 from jaxkv._cli.generate import _tokens_per_second
 from jaxkv._cli.main import main
 from jaxkv._cli.text import ByteTokenizer, TextStream
 from jaxkv._cli.units import parse_bytes
+from jaxkv.models import loader
 
 CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "llama"
+SMALL = loader.DATA / "small"
 
 
 def test_generate_streams_several_prompts_and_reports(capsys):
@@ -233,3 +236,39 @@ def test_the_rate_counts_from_behind_the_longest_pause():
     assert _tokens_per_second([1.0, 1.5]) is None and _tokens_per_second([]) is None
     assert _tokens_per_second([11.0, 21.0, 21.5, 22.0]) == 2
     assert _tokens_per_second([1.0, 1.0, 9.0, 9.0, 9.0]) is None, "all at once"
+
+
+FULL = ["generate", "--model", str(SMALL), "--max-new-tokens", "100", "--temperature", "0", "--no-check"]
+
+
+def test_a_full_context_is_said(capsys):
+    """What ends sooner than was asked says why; what ends as asked says nothing."""
+    assert main([*FULL, "--prompt", "a" * 250]) == 0
+    out, err = capsys.readouterr()
+    assert err == "jaxkv: stopped after 6 tokens: the model's max_seq_len is 256.\n" and "6 new tokens" in out
+    prompts = [word for count in (31, 25, 1) for word in ("--prompt", "a" * count)]
+    assert main([*FULL, *prompts, "--max-seq-len", "32", "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().err == (
+        "jaxkv: 2 of 3 prompts stopped after 1 to 7 tokens: max_seq_len is 32, give more with --max-seq-len.\n"
+    )
+    assert main([*FULL, *prompts[2:], "--max-seq-len", "32", "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().err.startswith("jaxkv: prompt 1 stopped after 7 tokens: ")
+    assert main([*FULL, "--prompt", "a" * 250, "--max-new-tokens", "6"]) == 0
+    assert not capsys.readouterr().err, "as many as asked for"
+
+
+@pytest.mark.parametrize(("dtype", "hint"), [("float16", True), ("float32", False)])
+def test_a_difference_is_counted_and_rounding_named(monkeypatch, capsys, dtype, hint):
+    """A token that rounding chose is no broken cache: without 16 bits there is no such excuse."""
+    recompute = jaxkv.Engine.recompute
+
+    def differ(engine, prompt, output, *, index=0, **choice):
+        found = recompute(engine, prompt, output, index=index, **choice)
+        return [token + (i < 2) for i, token in enumerate(found)] if index == 1 else found
+
+    monkeypatch.setattr(jaxkv.Engine, "recompute", differ)
+    command = ["generate", "--dtype", dtype, "--prompt", "import ", "--max-new-tokens", "5", "--temperature", "0"]
+    assert main([*command, "--prompt", "class A"]) == 0
+    out = capsys.readouterr().out
+    assert "DIFFERS in 1 of 2 prompts from a recomputation without any cache, in 2 of 10 tokens." in out
+    assert (f"Rounding in {dtype} can do that: --dtype float32 compares exactly." in out) == hint
