@@ -24,6 +24,7 @@ from jaxkv import models
 from jaxkv._cli.http import serve
 from jaxkv._cli.http.openai_format import MOST_LOGPROBS, ChatCompletion, Completion, read_options
 from jaxkv._cli.http.serve import finish, make_app
+from jaxkv._cli.main import main
 
 openai = pytest.importorskip("openai", reason="the extra 'test' is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="the extra 'serve' is not installed")
@@ -287,8 +288,40 @@ def test_those_programs_are_compiled_before_it_listens(monkeypatch):
     monkeypatch.setattr(jaxkv, "Engine", lambda *_, **__: engine)
     options = "max_seqs max_seq_len memory block_size max_waiting cache_dtype prefix_disk prefix_disk_bytes"
     with pytest.raises(Compiled) as told:
-        serve.serve(types.SimpleNamespace(warmup=True, **dict.fromkeys(options.split())))
+        serve.serve(
+            types.SimpleNamespace(warmup=True, host="127.0.0.1", port=free_port(), **dict.fromkeys(options.split()))
+        )
     assert told.value.args[0] == {"kinds": ("greedy", "sampled", "filtered"), "logprobs": (MOST_LOGPROBS,)}
+
+
+def test_a_port_is_looked_at_before_anything_is_compiled(monkeypatch, capsys):
+    """A second server on a port, and a number that is none, are told at once: not behind the programs."""
+
+    class Opened(Exception):
+        pass
+
+    def open_model(_):
+        raise Opened
+
+    def said(*given):
+        assert main(["serve", "--model", "none", *given]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("jaxkv: ") and err.count("\n") == 1
+        return err
+
+    monkeypatch.setattr(serve, "open_model", open_model)
+    assert "--port must be from 0 to 65535, not 99999" in said("--port", "99999")
+    assert "--port must be from 0 to 65535, not -1" in said("--port", "-1")
+    assert "--host here.invalid is no address of this machine" in said("--host", "here.invalid")
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        wanted = f"The server cannot listen on port {port} of 127.0.0.1 (Address already in use): give another --port"
+        assert wanted in said("--port", str(port))
+        with socket.create_connection(("127.0.0.1", port)), first.accept()[0]:
+            pass
+    for free in (port, 0):  # the connection closed a moment ago
+        with pytest.raises(Opened):
+            main(["serve", "--model", "none", "--port", str(free)])
 
 
 def test_an_error_names_the_field_that_was_sent(served):

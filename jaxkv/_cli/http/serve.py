@@ -10,6 +10,8 @@ import contextlib
 import functools
 import json
 import logging
+import os
+import socket
 import sys
 import time
 import uuid
@@ -46,6 +48,7 @@ def serve(arguments: argparse.Namespace) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ModuleNotFoundError('serve needs a web server: pip install "jaxkv[serve]".') from error
+    check_address(arguments.host, arguments.port)  # now, and not once all is compiled
     opened = open_model(arguments)
     engine = jaxkv.Engine(
         opened.model,
@@ -69,6 +72,33 @@ def serve(arguments: argparse.Namespace) -> int:
         if arguments.prefix_disk is not None and engine.drain(arguments.grace):
             engine.prefix.flush(engine.cache)
     return 0
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises OSError where a server cannot listen, and ValueError for a number that is no port."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port must be from 0 to 65535, not {port}.")
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise OSError(f"--host {host} is no address of this machine ({error.strerror}): give one that is.") from error
+    for family, kind, protocol, _, address in found:  # all of them, as asyncio does
+        try:
+            tried = socket.socket(family, kind, protocol)
+        except OSError:
+            continue  # a family that this machine does not have
+        with tried:
+            if os.name == "posix":
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what closed a moment ago is no hindrance
+            if family == socket.AF_INET6:
+                tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                tried.bind(address)
+            except OSError as error:
+                raise OSError(
+                    f"The server cannot listen on port {port} of {host} ({error.strerror}): give another --port or "
+                    "--host, or end the server that listens there."
+                ) from error
 
 
 def _listen(app: Any, arguments: argparse.Namespace) -> None:
