@@ -11,6 +11,7 @@ from jaxkv._files.paths import read_path
 
 WANTED = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
 TEXT = ("*.json", "*.jinja", "*.model", "*.txt")  # all files but the weights
+GIVE = "give one with config.json and *.safetensors in it, a .gguf file, or owner/name on the Hugging Face hub"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -40,7 +41,7 @@ def find_model(source: Any, *, weights: bool = True) -> pathlib.Path:
         raise ValueError(f"{folder} is a file: give a folder with config.json and *.safetensors in it, or a .gguf.")
     name = str(source)
     if not NAME.fullmatch(name):
-        raise FileNotFoundError(f"There is no folder {folder}: give one with config.json and *.safetensors in it.")
+        raise FileNotFoundError(f"There is no folder {folder}: {GIVE}.")
     try:
         import huggingface_hub
     except ImportError:

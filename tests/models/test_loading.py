@@ -43,7 +43,8 @@ def refused(folder, says, error=ValueError, **options):
 
 
 def test_no_folder(tmp_path):
-    refused(tmp_path / "nowhere", "There is no folder .*nowhere", FileNotFoundError)
+    says = "There is no folder .*nowhere: give one .* in it, a .gguf file, or owner/name on the Hugging Face hub"
+    refused(tmp_path / "nowhere", says, FileNotFoundError)
     (tmp_path / "model.bin").write_text("x")
     refused(tmp_path / "model.bin", r"model.bin is a file: give a folder with config.json")
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv._core.config.validation import show
 from jaxkv._files import safetensors
+from jaxkv._files.hub import GIVE
 from jaxkv._files.json_file import read_json
 from jaxkv.models import config_reader
 from jaxkv.models.checkpoint_formats import GIVE_OTHERS, dequantize
@@ -31,7 +32,7 @@ class FolderCheckpoint:
         """Reads config.json; the end tokens of generation_config.json, if present, take priority."""
         folder = self.path
         if not folder.is_dir():
-            raise FileNotFoundError(f"There is no folder {folder}: give one with config.json and *.safetensors in it.")
+            raise FileNotFoundError(f"There is no folder {folder}: {GIVE}.")
         if not (folder / "config.json").exists():
             raise FileNotFoundError(f"{folder} has no config.json: a Hugging Face model folder needs one.")
         config = config_reader.parse(read_json(folder / "config.json"), str(folder / "config.json"), ignore)
