@@ -139,7 +139,12 @@ def add_plan(commands: Any) -> None:
     )
     parser.set_defaults(run="jaxkv._cli.plan.command:run")
     add = parser.add_argument
-    add("--model", type=pathlib.Path, required=True, help="a Hugging Face folder; its config.json is enough")
+    add(
+        "--model",
+        type=pathlib.Path,
+        required=True,
+        help="a Hugging Face folder or its config.json alone, a GGUF file or owner/name",
+    )
     add(
         "--memory",
         type=parse_bytes,

@@ -128,6 +128,24 @@ def test_quantised_folders_are_planned(tmp_path, capsys):
     assert "the folder has them as NVFP4" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("name", "kind"), [("gpt-oss-120b", "mxfp4"), ("qwen3-32b-fp8", "fp8"), ("qwen3-32b", "")])
+def test_what_load_dequantizes_is_said(tmp_path, capsys, name, kind):
+    """The files are a quarter or a half of what the weights take."""
+    assert run(published(name, tmp_path)) == 0
+    says = f"parameters of bfloat16; the folder has them as {kind}, which load dequantizes)"
+    assert (says if kind else "parameters of bfloat16)") in capsys.readouterr().out
+
+
+def test_a_config_file_is_enough(tmp_path, capsys):
+    """By whatever name."""
+    folder = published("llama-3.2-3b", tmp_path)
+    assert run(folder, "--memory", "30GB") == 0
+    wanted = capsys.readouterr().out
+    file = (folder / "config.json").rename(folder / "llama.json")
+    assert run(file, "--memory", "30GB") == 0 and capsys.readouterr().out == wanted
+    assert run(file.rename(folder / "llama.txt")) == 2 and "llama.txt is a file: " in capsys.readouterr().err
+
+
 def test_planning_takes_no_time(tmp_path, capsys):
     """It took 12 to 37 s of CPU, over 24 options that differ in little."""
     run(published("gemma-3-27b-it-tf4.56", tmp_path), "--memory", "80GB")

@@ -30,9 +30,12 @@ MOST_SHAPES = 12  # in a table; JSON lists all
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from jaxkv.models.checkpoints.folder import is_config_file
+
     for size in arguments.block_size or ():
         integer("--block-size", size, least=1)
-    arguments.model = find_model(arguments.model, weights=False)
+    if not is_config_file(arguments.model):  # which is enough
+        arguments.model = find_model(arguments.model, weights=False)
     config, stated = _read_model(arguments.model)
     chip = None if arguments.chip is None else chip_named(arguments.chip)
     devices = Devices.read(arguments.devices)
@@ -233,11 +236,14 @@ def _weights(folder: pathlib.Path, config: Any, stated: str) -> tuple[int, str]:
     from jaxkv.models.checkpoints import open_checkpoint
     from jaxkv.models.checkpoints.parameter_counts import count_parameters
 
-    dtype = open_checkpoint(folder).read_dtype()
+    checkpoint = open_checkpoint(folder)
+    dtype = checkpoint.read_dtype()
     try:
         element = jnp.dtype(dtype).itemsize
     except TypeError:
         raise ValueError(f"{folder} has weights of {dtype}, whose size is not known: say it with --weights.") from None
     count = count_parameters(config)
     note = f"; the folder has them as {stated}, which load does not read" if stated else ""
+    if not stated and (read := checkpoint.read_quantization()):
+        note = f"; the folder has them as {read}, which load dequantizes"
     return count * element, f"{count:,} parameters of {dtype}{note}"

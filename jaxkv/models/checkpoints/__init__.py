@@ -22,6 +22,7 @@ class Checkpoint(Protocol):
     - `read_tensors()`: tensors by Hugging Face's names; arrays, or what NumPy makes an array of when it is used.
     - `read_dtype()`: the dtype that `load` gives the weights by default.
     - `stated_quantization()`: the name of a quantization that `load` does not support; "" if there is none.
+    - `read_quantization()`: the name of one that `load` dequantizes; "" if there is none, or tensors differ.
     """
 
     path: pathlib.Path
@@ -31,8 +32,10 @@ class Checkpoint(Protocol):
     def read_tensors(self) -> dict[str, Any]: ...
     def read_dtype(self) -> str: ...
     def stated_quantization(self) -> str: ...
+    def read_quantization(self) -> str: ...
 
 
 def open_checkpoint(path: pathlib.Path) -> Checkpoint:
-    """Returns the checkpoint in a folder or a GGUF file, as `find_model` finds them. Raises ValueError if it is bad."""
+    """Returns the checkpoint in a folder or a GGUF file, as `find_model` finds them, or of a config file alone.
+    Raises ValueError if it is bad."""
     return GGUFCheckpoint(path) if path.suffix == ".gguf" and path.is_file() else FolderCheckpoint(path)

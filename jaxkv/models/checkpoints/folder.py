@@ -23,19 +23,20 @@ FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16
 
 
 class FolderCheckpoint:
-    """A Hugging Face folder; see `Checkpoint`."""
+    """A Hugging Face folder, or a config file alone, which has no tensors; see `Checkpoint`."""
 
     def __init__(self, path: pathlib.Path):
         self.path = path
+        self.config_path = path if is_config_file(path) else path / "config.json"
 
     def read_config(self, ignore: str | Iterable[str] = ()) -> DecoderConfig:
         """Reads config.json; the end tokens of generation_config.json, if present, take priority."""
-        folder = self.path
-        if not folder.is_dir():
+        folder, path = self.path, self.config_path
+        if path != folder and not folder.is_dir():
             raise FileNotFoundError(f"There is no folder {folder}: {GIVE}.")
-        if not (folder / "config.json").exists():
+        if not path.exists():
             raise FileNotFoundError(f"{folder} has no config.json: a Hugging Face model folder needs one.")
-        config = config_reader.parse(read_json(folder / "config.json"), str(folder / "config.json"), ignore)
+        config = config_reader.parse(read_json(path), str(path), ignore)
         eos = self.read_generation().get("eos_token_id")
         if eos is not None:
             where = f"eos_token_id in {folder / 'generation_config.json'}"
@@ -50,7 +51,7 @@ class FolderCheckpoint:
     def read_tensors(self) -> dict[str, Any]:
         self._refuse_quantized()
         stored = {name: x for file in weight_files(self.path) for name, x in safetensors.read(file).items()}
-        return read_published(stored, read_json(self.path / "config.json"), str(self.path / "config.json"))
+        return read_published(stored, read_json(self.config_path), str(self.config_path))
 
     def read_dtype(self) -> str:
         """Returns the dtype of the embeddings, or of config.json where there are no files."""
@@ -61,17 +62,25 @@ class FolderCheckpoint:
                         return tensor.dtype.name
         except FileNotFoundError:
             pass
-        fields = read_json(self.path / "config.json")
+        fields = read_json(self.config_path)
         inner = fields.get("text_config")
         fields = dict(inner if isinstance(inner, Mapping) else {}) | fields
         return str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16")
 
     def stated_quantization(self) -> str:
-        path = self.path / "config.json"
-        stated = read_json(path).get("quantization_config") if path.is_file() else None
-        if isinstance(stated, Mapping) and not config_reader.is_read(stated):
+        stated = self._read_stated()
+        if stated and not config_reader.is_read(stated):
             return str(stated.get("quant_method") or stated.get("quant_algo") or "quantised weights")[:40]
         return str(self._read_quant_config() or "")[:40]
+
+    def read_quantization(self) -> str:
+        stated = self._read_stated()
+        return str(stated["quant_method"]) if config_reader.is_read(stated) else ""
+
+    def _read_stated(self) -> Mapping[str, Any]:
+        """Returns what config.json states of a quantization; empty if there is no such file or statement."""
+        stated = read_json(self.config_path).get("quantization_config") if self.config_path.is_file() else None
+        return stated if isinstance(stated, Mapping) else {}
 
     def _refuse_quantized(self) -> None:
         """Refuses a folder that states a quantization in hf_quant_config.json: no format stated there is supported."""
@@ -85,6 +94,11 @@ class FolderCheckpoint:
         path = self.path / "hf_quant_config.json"
         stated = read_json(path).get("quantization") if path.exists() else None
         return stated.get("quant_algo") if isinstance(stated, Mapping) else None
+
+
+def is_config_file(path: pathlib.Path) -> bool:
+    """Tells whether a path is a config file by itself, whatever its name before ".json"."""
+    return path.suffix == ".json" and path.is_file()
 
 
 def read_published(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -35,3 +35,6 @@ class GGUFCheckpoint:
 
     def stated_quantization(self) -> str:
         return ""  # all that the gguf package knows is dequantized
+
+    def read_quantization(self) -> str:
+        return ""  # its tensors may each have another
