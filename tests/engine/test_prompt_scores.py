@@ -86,18 +86,28 @@ def test_scoring_alone_gives_no_tokens(model, dense, tmp_path):
             with pytest.raises(ValueError, match=says):
                 engine.submit(PROMPTS[0], **bad)
         # Saved in the middle of a prompt.
-        request = engine.submit([*PROMPTS[0], *PROMPTS[0]], 2, logprobs=0, prompt_logprobs=True)
+        request = engine.submit([*PROMPTS[0], *PROMPTS[0]], 2, logprobs=0, n=2, prompt_logprobs=True)
         engine.step()
         engine.step()
         assert 0 < len(request.prompt_logprobs) < 35
         engine.save(tmp_path / "engine.safetensors")
         wanted = dense([*request.prompt, *request.result()])
-        np.testing.assert_allclose(request.prompt_logprobs, wanted[:35], atol=1e-5)
+        for sample in (request, *request.samples):
+            np.testing.assert_allclose(sample.prompt_logprobs, wanted[:35], atol=1e-5)
     with jaxkv.Engine(model, **SIZES) as engine:
-        (again,) = engine.load(tmp_path / "engine.safetensors")
+        again, other = engine.load(tmp_path / "engine.safetensors")
         again.result()
         np.testing.assert_allclose(again.prompt_logprobs, wanted[:35], atol=1e-5)
         np.testing.assert_allclose(again.token_logprobs, wanted[35:], atol=1e-5)
+        assert other.prompt_logprobs is None
+    with jaxkv.Engine(model, **SIZES) as engine:  # saved when all scores were known
+        request = engine.submit(PROMPTS[0], 4, n=2, prompt_logprobs=True)
+        while len(request.prompt_logprobs) < len(PROMPTS[0]) - 1:
+            engine.step()
+        engine.save(tmp_path / "later.safetensors")
+    with jaxkv.Engine(model, **SIZES) as engine:
+        for sample in engine.load(tmp_path / "later.safetensors"):
+            np.testing.assert_allclose(sample.prompt_logprobs, dense(request.prompt), atol=1e-5)
 
 
 def test_scores_begin_anew_with_other_weights(model, dense):

@@ -165,8 +165,8 @@ class Request:
     @property
     def prompt_logprobs(self) -> np.ndarray | None:
         """With `submit(prompt_logprobs=True)`, f32[P - 1]: the log-probability of each of the prompt's tokens but the
-        first, given those before it; fewer while they are computed. Else None."""
-        scores = self.samples[0].scores
+        first, given those before it; fewer while they are computed. Else None. The same for all samples."""
+        scores = (self._first or self.samples[0]).scores  # all samples have the first one's prompt
         return None if scores is None else scores.values[: scores.count].copy()
 
     @property
