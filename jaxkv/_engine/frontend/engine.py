@@ -344,7 +344,7 @@ class Engine(Servable, Resumable, Updatable):
           include_stop: keep the stop sequence in `tokens` and `text`, and hold nothing back.
           tokenizer: the model's `jaxkv.text.Tokenizer`, for text in `stop` and for `Request.text`.
           on_token: called as `on_token(request, token)` with each token, and at the end with None, in the thread that
-            takes the steps. If it raises, the request ends with that error.
+            takes the steps. If it raises, the request ends with that error, and it is not called again.
           prompt_logprobs: keep the log-probabilities of the prompt's tokens, in `Request.prompt_logprobs`. The whole
             prompt is computed then, also where a prefix cache has some of it. `max_new_tokens` may be 0.
 
