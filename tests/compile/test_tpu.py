@@ -84,7 +84,8 @@ def test_states_stay_where_they_lie(programs):
     for program in compile_for(*programs, script="tpu_state_programs.py", timeout=1000):
         assert program["kernels"] == 2, program
         assert program["alias"] == program["pool"], program
-        assert program["temp"] < min(2**23 if program["used"] else 2**26, program["pool"] / 4), program
+        # Of many tokens XLA cuts up to 68 chunks, with a line of 128 numbers for each 64: 111 MB of Falcon-H1.
+        assert program["temp"] < min(2**23 if program["used"] else 2**27, program["pool"] / 4), program
         assert not program["pool copies"] and not program["in vector memory"] and not program["collectives"], program
         if program["model"]:  # of decode
             assert program["used"] and max(program["used"]) <= program["model"] <= program["limit"], program
