@@ -5,6 +5,8 @@ checkpoints stand with them.)
 """
 
 import functools
+import inspect
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,8 @@ from checksum_model import Checksum
 import jaxkv
 import jaxkv.convert
 import jaxkv.scores
+from jaxkv._core.config.fields import EngineFields
+from jaxkv._engine.frontend import build
 
 LAYER = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
 CONFIG = jaxkv.CacheConfig(layers=(LAYER,), max_seqs=2, max_seq_len=64, num_blocks=8, dtype="float32")
@@ -290,5 +294,35 @@ def test_positions_are_asked_of_a_cache_or_a_layer():
 def test_what_others_call_an_option_is_named(name, meant):
     with pytest.raises(TypeError, match=f"Engine and generate take no {name}: did you mean {meant}"):
         generate(None, **{name: 1})
-    with pytest.raises(TypeError, match=r"take no colour: of a cache it takes block_size, .*, num_blocks"):
+    with pytest.raises(TypeError, match=r"take no colour: options are .*prefix_cache, .*; and of a cache block_size, "):
         make(None, colour="red")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("prefix_caching", "prefix_cache"),
+        ("prefix_cach", "prefix_cache"),
+        ("step_token", "step_tokens"),
+        ("max_seq", "max_seqs"),
+        ("block_sise", "block_size"),
+        ("temprature", "temperature"),
+        ("max_model_length", "max_seq_len"),  # nearly another's name
+        ("enable_prefix_caching", "prefix_cache"),
+        ("gpu_memory_utilization", "memory_bytes"),
+        ("tensor_parallel_size", "the mesh of the model, as of jaxkv.models.load"),
+        ("max_num_batched_tokens", "step_tokens"),
+    ],
+)
+def test_a_misspelt_option_is_told_its_name(name, meant):
+    for call in (generate, make):
+        with pytest.raises(TypeError, match=f"Engine and generate take no {name}: did you mean {re.escape(meant)}"):
+            call(None, **{name: 1})
+
+
+def test_what_others_call_an_option_is_one_of_ours():
+    """But for what is no option of its own."""
+    ours = {*inspect.signature(jaxkv.Engine).parameters, *inspect.signature(jaxkv.generate).parameters}
+    ours |= EngineFields.__annotations__.keys()
+    others = {meant for meant in build.MEANT.values() if " " not in meant and not meant.startswith("jaxkv.")}
+    assert others <= ours and not build.MEANT.keys() & ours

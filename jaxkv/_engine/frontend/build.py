@@ -1,12 +1,14 @@
 """Makes an engine's core from its options, or one per device of the mesh axis that rows are divided over."""
 
 import dataclasses
+import difflib
 import inspect
 from typing import Any
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import flag, integer, real
 from jaxkv._core.state.device_arrays import AXIS, split_model
+from jaxkv._engine.frontend.options import EngineOptions
 from jaxkv._engine.hosts.remote_prefill import RemotePrefill
 from jaxkv._engine.programs.draft_model import make_drafter
 from jaxkv._engine.programs.model import takes
@@ -21,24 +23,39 @@ from jaxkv._engine.runner.model_runner import ModelRunner
 from jaxkv._engine.runner.swap_policy import Swap
 
 # Other libraries' names of options, by the name here.
+MESH = "the mesh of the model, as of jaxkv.models.load(folder, mesh=)"
 MEANT = {
-    "batch_size": "max_seqs", "do_sample": "temperature", "max_length": "max_seq_len",
-    "max_model_len": "max_seq_len", "max_num_seqs": "max_seqs", "max_token": "max_new_tokens",
-    "num_return_sequences": "n", "stop": "eos", "stop_token_ids": "eos",
+    "batch_size": "max_seqs", "chunked_prefill_size": "step_tokens", "context_length": "max_seq_len",
+    "data_parallel_size": MESH, "do_sample": "temperature", "dp_size": MESH, "enable_chunked_prefill": "step_tokens",
+    "enable_prefix_caching": "prefix_cache", "gpu_memory_utilization": "memory_bytes", "kv_cache_dtype": "cache_dtype",
+    "logits_processors": "logits_hook", "long_prefill_token_threshold": "long_prefill_tokens",
+    "max_batch_size": "max_seqs", "max_length": "max_seq_len", "max_model_len": "max_seq_len",
+    "max_num_batched_tokens": "step_tokens", "max_num_seqs": "max_seqs", "max_running_requests": "max_seqs",
+    "max_token": "max_new_tokens", "mem_fraction_static": "memory_bytes", "num_beams": "jaxkv.beam_search",
+    "num_gpu_blocks_override": "num_blocks", "num_return_sequences": "n", "num_scheduler_steps": "steps_per_dispatch",
+    "num_speculative_tokens": "draft_tokens", "page_size": "block_size", "speculative_config": "draft",
+    "speculative_model": "draft", "stop": "eos", "stop_token_ids": "eos", "swap_space": "swap",
+    "tensor_parallel_size": MESH, "tp_size": MESH,
 }  # fmt: skip
 
 
 def check_fields(fields: dict[str, Any]) -> None:
-    """Raises TypeError for a name that is neither an option nor a cache field open to the caller."""
+    """Raises TypeError for a name that is neither an option nor a cache field open to the caller. `fields` are those
+    that are not named in the signature of `Engine`."""
     made = set(inspect.signature(CacheConfig.from_model).parameters)
     made -= {"model", "fields", "step_tokens", "prefix_cache", "mesh"}
     known = made | {field.name for field in dataclasses.fields(CacheConfig)} - {"layers"}
     for name in fields:
         if name not in known:
-            meant = (
-                f"did you mean {MEANT[name]}?" if name in MEANT else f"of a cache it takes {', '.join(sorted(known))}."
+            own = EngineOptions.__annotations__.keys() - known
+            close = difflib.get_close_matches(name, sorted({*own, *known, *MEANT, *MEANT.values()}), n=1, cutoff=0.75)
+            if name in MEANT or close:
+                meant = name if name in MEANT else close[0]
+                raise TypeError(f"Engine and generate take no {name}: did you mean {MEANT.get(meant, meant)}?")
+            raise TypeError(
+                f"Engine and generate take no {name}: options are {', '.join(sorted(own))}; and of a cache "
+                f"{', '.join(sorted(known))}."
             )
-            raise TypeError(f"Engine and generate take no {name}: {meant}")
 
 
 def read_deterministic(deterministic: Any, *models: Any) -> bool:
