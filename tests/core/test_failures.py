@@ -98,7 +98,10 @@ def test_failure_as_data(name, cache):
 
 def test_indices_out_of_range_on_the_device_are_ignored(cache):
     after = jax.jit(jaxkv.free)(cache, jnp.array([-1, 3, 2**31 - 1]))
-    assert after.lengths.tolist() == [6, 0, 3]
+    assert after.lengths.tolist() == [6, 0, 3] and not after.failed.any()
+    padded = jax.jit(lambda cache, ended: jaxkv.free(cache, jnp.nonzero(ended, size=3, fill_value=3)[0]))
+    after = padded(cache, jnp.array([False, False, True]))
+    assert after.lengths.tolist() == [6, 0, 0] and not after.failed.any()
     assert jax.jit(jaxkv.fork)(cache, jnp.array([0]), jnp.array([-1])).lengths.tolist() == [6, 0, 3]
     k, v = jax.jit(lambda c, row: jaxkv.gather(c, row, layer=0, max_len=4))(cache, jnp.array(-1))
     assert not k.any() and not v.any()

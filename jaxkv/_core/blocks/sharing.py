@@ -34,7 +34,8 @@ def fork(cache: Cache, src: Any, dst: Any) -> Cache:
 
     Raises:
       ValueError, IndexError: rows known on the host overlap or are out of range. On the device, a dst row with such a
-        src is marked in `cache.failed`, and a dst out of range is ignored.
+        src is marked in `cache.failed`. A dst out of range, or below 0, names no row that could be marked, and is
+        ignored, as padding is in `free`.
 
     Sharing blocks by reference counts follows vLLM (https://arxiv.org/abs/2309.06180).
 

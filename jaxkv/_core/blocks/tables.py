@@ -131,6 +131,11 @@ def free(cache: Cache, rows: Any) -> Cache:
     Args:
       rows: `bool[S]`, or row indices.
 
+    Raises:
+      ValueError, IndexError: a wrong shape or dtype; an index out of range, or below 0, that is known on the host. On
+        the device such an index names no row, so none is marked in `cache.failed`: it is ignored, as the padding of
+        `jnp.nonzero(ended, size=S, fill_value=S)` must be. A mask cannot be out of range.
+
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
     >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
