@@ -151,7 +151,15 @@ class Attention(nnx.Module):
 
         Returns:
           `(y, cache)`; y has x's shape.
+
+        Raises:
+          ValueError: x is not as wide as the layer; and as `jaxkv.attention`.
         """
+        if x.shape[-1:] != (width := self.query.shape[-1],):
+            raise ValueError(
+                f"x must be [S, T, {width}] or packed [N, {width}], since this layer was made with in_features="
+                f"{width}, but its shape is {x.shape}."
+            )
         if positions is None and self.position_fn is not None:
             positions = token_positions(x.shape[:-1], cache)
         y, cache = self.attend(self.inputs(x, positions), cache, layer, step, deterministic)

@@ -106,3 +106,13 @@ def test_gradients_reach_every_parameter():
 def test_bad_arguments(arguments, says):
     with pytest.raises(ValueError, match=says):
         jaxkv.nnx.Attention(**arguments, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 32), (5, 32), (2, 5, 128), ()])
+def test_an_input_of_another_width(shape):
+    attn = jaxkv.nnx.Attention(64, num_heads=4, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        ValueError, match=r"packed \[N, 64\], since this layer was made with in_features=64, but its shape"
+    ):
+        attn(jnp.ones(shape))
+    assert attn(jnp.ones((2, 5, 64)))[0].shape == (2, 5, 64)
