@@ -200,10 +200,13 @@ def test_refusals():
     with pytest.raises(ValueError, match=re.escape("make the cache with CacheConfig(stacked=True)")):
         attend(alike, lambda i: i)
     mixed = jaxkv.init(make_config(PATTERNS["two periods and a rest"], stacked=True))
-    with pytest.raises(ValueError, match="repeat after 2: give layer="):
-        attend(mixed, lambda i: i)
-    with pytest.raises(ValueError, match="place in the period, must be at most 1, not 3"):
+    says = "repeat after 2: give layer=(place within the repeated pattern, number of the repeat), the first a Python "
+    with pytest.raises(ValueError, match=re.escape(f"{says}number, such as (1, i) in a scan over i.")):
+        attend(mixed, lambda i: 2 * i)
+    with pytest.raises(ValueError, match="place within the repeated pattern, must be at most 1, not 3"):
         attend(mixed, lambda i: (3, i))
+    with pytest.raises(IndexError, match="layer's number of the repeat must be from 0 to 2, not 3"):
+        mixed.layer((0, 3))
     with pytest.raises(ValueError, match="must be an integer"):
         attend(mixed, lambda i: (i, 0))
     shared = jaxkv.LayerConfig(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, shares_with=0)

@@ -92,10 +92,13 @@ class Views:
             if config.period != 1:
                 raise ValueError(
                     f"A traced layer needs layers that are all alike, but these repeat after {config.period}: give "
-                    "layer=(place in the period, period), the first of them a number."
+                    "layer=(place within the repeated pattern, number of the repeat), the first a Python number, such "
+                    "as (1, i) in a scan over i."
                 )
             layer = (0, layer)
-        number = integer("layer's first number, a place in the period,", layer[0], least=0, most=config.period - 1)
+        number = integer(
+            "layer's first number, a place within the repeated pattern,", layer[0], least=0, most=config.period - 1
+        )
         if config.owner(number) != number:
             raise ValueError(f"Layer {number} shares another's keys and values: its index must be a number.")
         stack = self._stack(number)
