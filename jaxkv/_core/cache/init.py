@@ -145,7 +145,8 @@ def partition_specs(
     Returns:
       A `Cache` of specs. It serves as `in_specs` and `out_specs` of a `shard_map`, in which all functions work, with
       `check_vma` too; there, q has the device's query heads, and k and v have its KV heads, or all of them where they
-      are not divided. Through `NamedSharding` it serves as `out_shardings`.
+      are not divided. Through `NamedSharding` it serves as `out_shardings`. A cache made without a mesh has other
+      static fields: `send` brings its rows into one that `init` made on the mesh, `jax.device_put` does not.
 
     Raises:
       ValueError: there is no mesh, or it lacks an axis; heads, at least as many as devices, cannot be divided evenly;
