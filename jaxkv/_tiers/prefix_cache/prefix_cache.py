@@ -473,7 +473,7 @@ class PrefixCache:
         check_cache(cache, may_be_donated=True)  # to this: then the successor is here
         if cache.config != self.config:
             raise ValueError("This PrefixCache was made for caches of another config: make one from cache.config.")
-        if isinstance(cache.lengths, jax.core.Tracer):
+        if isinstance(cache.tables[0].lengths, jax.core.Tracer):
             raise ValueError("A PrefixCache cannot be used inside jit: what it has is known on the host alone.")
         if (whole := self._landing.whole(cache)) is cache:
             self._landing = Landing()  # successors are no longer needed
