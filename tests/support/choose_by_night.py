@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable
 
-SECONDS = 0.5  # of a test's cases by day
+SECONDS = 0.4  # of a test's cases by day
 LONGEST = 6.0  # seconds of a test's only case by day
 CHEAP = 0.3  # a case that takes less stays: there is nothing to gain
 READ = ("tests/test_api.py", "tests/test_docs.py", "tests/test_readme.py")  # examples that users read all run by day
