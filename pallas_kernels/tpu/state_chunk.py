@@ -26,7 +26,8 @@ HALF = 2 * BLOCK  # of a triangle; the two halves' inverses are applied one afte
 PAIR = 2 * CHUNK  # lanes of two triangles
 STEP = 2.0**-11  # gates' first parts are multiples of it: sums of a chunk's have no more digits than float32
 STAGES = 3
-ORDER = "rararsasasaa"  # in which stages' products stand in the program, by the stages' first letters
+# In which stages' products stand in the program, by the stages' first letters; each stage runs to its end.
+ORDER = "rararsasasaar"
 _MINOR, _INNER, _OUTER = ((1,), (1,)), ((1,), (0,)), ((0,), (0,))
 
 
@@ -40,7 +41,7 @@ class Stages(NamedTuple):
     keys: Any  # as queries
     attention: Any  # bf16[2, H, parts - 1, CHUNK, 2 CHUNK]: of queries to keys, with gates; parts side by side
     lower: Any  # f32[pairs of heads, CHUNK, 2 CHUNK]: what keys have of earlier ones
-    gates: Any  # bf16[4 rows_of(H), 2 CHUNK]: three parts of each head's gates, and zeros
+    gates: Any  # bf16[4 padded_rows(H), 2 CHUNK]: three parts of each head's gates, and zeros
     solver: Any  # bf16[H, parts - 1, 3 HALF, 2 HALF]: the first half's inverse, what lies below it, the second half's
     spread: Any  # f32[H, 2 CHUNK, LANES]: gates in all lanes, since the chunk's start and till its end
 
@@ -56,7 +57,7 @@ class Stages(NamedTuple):
         )
 
 
-def stages_of(heads: int, keys: int, width: int, parts: int) -> Stages:
+def stage_shapes(heads: int, keys: int, width: int, parts: int) -> Stages:
     """Returns the shapes for so many heads of values and of keys, these of a width."""
     few = jnp.bfloat16
     return Stages(
@@ -64,13 +65,13 @@ def stages_of(heads: int, keys: int, width: int, parts: int) -> Stages:
         ((2, keys, parts, CHUNK, width), few),
         ((2, heads, parts - 1, CHUNK, PAIR), few),
         ((-(-heads // 2), CHUNK, PAIR), jnp.float32),
-        ((4 * rows_of(heads), PAIR), few),
+        ((4 * padded_rows(heads), PAIR), few),
         ((heads, parts - 1, 3 * HALF, 2 * HALF), few),
         ((heads, PAIR, LANES), jnp.float32),
     )
 
 
-def rows_of(heads: int) -> int:
+def padded_rows(heads: int) -> int:
     """Returns how many rows numbers of so many heads take, 8 or 16."""
     return -(-heads // SUBLANES) * SUBLANES
 
@@ -84,7 +85,7 @@ def run_stages(inputs, y_ref, states, first, stages: Stages, has_delta: bool) ->
         "s": solve(stages, has_delta, writes),
         "a": advance(inputs.v, y_ref, states, first, stages, has_delta, writes),
     }
-    for name in ORDER + "rs":
+    for name in ORDER:
         next(running[name], None)
     for ref, place, x in writes:
         ref[place] = x
@@ -96,7 +97,7 @@ def relate(inputs, stages: Stages, has_delta: bool, writes: list) -> Iterator[No
     (own, digits), size = stages.keys.shape[:2], stages.spread.shape[0]
     key_of = [head // (size // own) for head in range(size)]
     pairs = [(head, min(head + 1, size - 1)) for head in range(0, size, 2)]
-    gates = _Gates(numbers_ref[0, 0], rows_of(size), has_delta)
+    gates = _Gates(numbers_ref[0, 0], padded_rows(size), has_delta)
     yield
     queries, keys = ([split(x[0, i].astype(jnp.float32), digits) for i in range(own)] for x in (q_ref, k_ref))
     for i in range(own):
@@ -118,7 +119,7 @@ def relate(inputs, stages: Stages, has_delta: bool, writes: list) -> Iterator[No
         between = gates.between(at, i, a, b)
         attention = split(product[-CHUNK:] * between, digits)
         for head in {a, b}:
-            for part, x in enumerate(to_left(_half(attention, head % 2 * CHUNK, CHUNK))):
+            for part, x in enumerate(pack_left(_half(attention, head % 2 * CHUNK, CHUNK))):
                 writes.append((stages.attention, (head, part), x))
         if has_delta:
             row, column = _places()
@@ -133,7 +134,7 @@ def solve(stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
     blocks = invert_blocks(lower)
     joined = [first_product(*x, digits) for x in quads(lower, blocks)] if has_delta else []
     yield
-    lines, rows = stages.gates[...], rows_of(size)
+    lines, rows = stages.gates[...], padded_rows(size)
     number, lane = (lax.broadcasted_iota(jnp.int32, (lines.shape[0], LANES * size), i) for i in range(2))
     spread = _dot(lines, _ones((number & (rows - 1)) == lane // LANES), _OUTER)
     writes += [(stages.spread, i, spread[:, i * LANES : (i + 1) * LANES]) for i in range(size)]
@@ -142,7 +143,7 @@ def solve(stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
     for head in range(size if has_delta else 0):
         inverse, corner, begin = inverses[head // 2], corners[head // 2], head % 2 * CHUNK
         for i, (x, lane) in enumerate(((inverse, begin), (corner, begin), (inverse, begin + HALF))):
-            for part, y in enumerate(to_left(_half(x, lane, HALF))):
+            for part, y in enumerate(pack_left(_half(x, lane, HALF))):
                 writes.append((stages.solver, (head, part, slice(i * HALF, (i + 1) * HALF)), y))
 
 
@@ -152,7 +153,7 @@ def advance(v_ref, y_ref, states, first, stages: Stages, has_delta: bool, writes
     key_of = [head // (len(heads) // own) for head in heads]
     parts = functools.partial(split, digits=digits)
     queries, keys = ([[x[i, part] for part in range(digits)] for i in range(own)] for x in stages[:2])
-    read = [to_left(_stack(k, q) if has_delta else q) for k, q in zip(keys, queries, strict=True)]
+    read = [pack_left(_stack(k, q) if has_delta else q) for k, q in zip(keys, queries, strict=True)]
     since_start, till_end = ([stages.spread[i, part] for i in heads] for part in (slice(CHUNK), slice(CHUNK, None)))
     contract = _INNER if has_delta else _MINOR
     found = [multiply_left(read[key_of[i]], parts(states[first + i]), contract) for i in heads]
@@ -236,14 +237,14 @@ class _Gates:
             lax.broadcasted_iota(jnp.int32, self.sums.shape, 1) < CHUNK, self.sums, pltpu.roll(self.sums, CHUNK, 1)
         )
 
-        def in_lanes(x, start):
+        def select_rows(x, start):
             return jnp.where(is_first, x[start + a : start + a + 1], x[start + b : start + b + 1])
 
         at = at[:, 2 * pair * PAIR : 2 * (pair + 1) * PAIR]
-        total = (at[:, :PAIR] - in_lanes(since_start, 0)) + (at[:, PAIR:] - in_lanes(since_start, self.rows))
+        total = (at[:, :PAIR] - select_rows(since_start, 0)) + (at[:, PAIR:] - select_rows(since_start, self.rows))
         row, column = _places()
         gates = jnp.exp(jnp.where(column <= row, total, -jnp.inf))
-        return gates * in_lanes(self.beta, 0) if self.has_delta else gates
+        return gates * select_rows(self.beta, 0) if self.has_delta else gates
 
 
 def invert_blocks(lower):
@@ -283,12 +284,12 @@ def quads(lower, blocks):
 
 def first_product(corner, first, second, digits):
     """Returns the second blocks' inverses, and the corners times the first ones'."""
-    return second, multiply(split(corner, digits), to_diagonal(split(first, digits)), _INNER)
+    return second, multiply(split(corner, digits), make_diagonal(split(first, digits)), _INNER)
 
 
 def join_blocks(blocks, joined, digits):
     """Returns the inverses of halves, those of two heads side by side, `[HALF, PAIR]`."""
-    products = [multiply(split(x, digits), to_diagonal(split(y, digits)), _INNER) for x, y in joined]
+    products = [multiply(split(x, digits), make_diagonal(split(y, digits)), _INNER) for x, y in joined]
     corners = [x for y in products for x in (y, pltpu.roll(y, PAIR - BLOCK, 1))]
     is_even = _is_even()
     return [
@@ -297,7 +298,7 @@ def join_blocks(blocks, joined, digits):
     ]
 
 
-def to_diagonal(parts):
+def make_diagonal(parts):
     """Returns blocks that stand side by side as those of a diagonal."""
     lane = lax.broadcasted_iota(jnp.int32, (BLOCK, PAIR), 1)
     zero = jnp.zeros((), jnp.bfloat16)
@@ -315,7 +316,7 @@ def split(x, digits):
     return parts
 
 
-def to_left(parts, axis=1):
+def pack_left(parts, axis=1):
     """Returns parts side by side, as `multiply_left` takes them."""
     return [jnp.concatenate([parts[0], x], axis=axis) for x in parts[1:]]
 
@@ -332,7 +333,7 @@ def multiply_left(left, b, contract=_INNER):
 
 def multiply(a, b, contract):
     """Returns the same of parts that do not stand side by side yet."""
-    return multiply_left(to_left(a, contract[0][0]), b, contract)
+    return multiply_left(pack_left(a, contract[0][0]), b, contract)
 
 
 def multiply_rows(a, b):

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.tpu.pages import SPILL_BYTES, divide, keep_in_hbm, output, vector_bytes
-from pallas_kernels.tpu.state_chunk import CHUNK, STAGES, Stages, rows_of, run_stages, stages_of
+from pallas_kernels.tpu.state_chunk import CHUNK, STAGES, Stages, padded_rows, run_stages, stage_shapes
 
 HEADS = 16  # of a grid step, at most
 
@@ -47,7 +47,7 @@ class ChunkInputs(NamedTuple):
     q: Any  # [n, H', CHUNK, K]
     k: Any  # as q
     v: Any  # [n, H, CHUNK, V]
-    numbers: Any  # f32[n, groups of heads, numbers times rows_of(heads of a group), CHUNK]: a row for each head
+    numbers: Any  # f32[n, groups of heads, numbers times padded_rows(heads of a group), CHUNK]: a row for each head
     pool: Any  # [slots, H, ., .]
 
 
@@ -135,10 +135,10 @@ def state_prefill_bytes(keys: tuple[int, ...], values: tuple[int, ...], states: 
     """
     (few, *_, depth), (heads, *_, width) = keys, values
     size, own = _divide_heads(heads, few)
-    blocks = (2 * own, CHUNK, depth), (2 * size, CHUNK, width), (2, rows_of(size), CHUNK)
+    blocks = (2 * own, CHUNK, depth), (2 * size, CHUNK, width), (2, padded_rows(size), CHUNK)
     return (
         4 * SPILL_BYTES // 3  # 6.1 MiB were seen, of 16 heads in float32 on a v5p
-        + stages_of(size, own, depth, _digits(exact)).bytes
+        + stage_shapes(size, own, depth, _digits(exact)).bytes
         + vector_bytes(states, jnp.float32)
         + 2 * sum(vector_bytes(shape, jnp.float32) for shape in blocks)
     )
@@ -180,7 +180,7 @@ def prefill_states(
     share, (size, own) = heads // keys[0].shape[1], _divide_heads(heads, keys[0].shape[1])
     groups = heads // size
     lines = jnp.moveaxis(numbers.reshape(count, -1, groups, size, CHUNK), 2, 1)  # [n, groups, m, size, CHUNK]
-    lines = jnp.pad(lines, [(0, 0)] * 3 + [(0, rows_of(size) - size), (0, 0)]).reshape(count, groups, -1, CHUNK)
+    lines = jnp.pad(lines, [(0, 0)] * 3 + [(0, padded_rows(size) - size), (0, 0)]).reshape(count, groups, -1, CHUNK)
 
     def blocks(*shape: int, steps: int = 1, late: bool = False) -> pl.BlockSpec:
         """Returns the blocks of the first stage's items, or of the last one's, each for so many of them."""
@@ -203,7 +203,7 @@ def prefill_states(
     scalars = ChunkScalars(chunks.source, chunks.target, chunks.snapshot, chunks.total)
     inputs = ChunkInputs(*arrays, states)
     outputs = ChunkOutputs(y, output(states.shape, states.dtype, states, *arrays))
-    stages = stages_of(size, own, depth, _digits(exact))
+    stages = stage_shapes(size, own, depth, _digits(exact))
     scratch = ChunkScratch(
         pltpu.VMEM(states.shape[1:], states.dtype),
         Stages(*(pltpu.VMEM(*x) for x in stages)),

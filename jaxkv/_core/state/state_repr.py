@@ -11,16 +11,17 @@ DONATED = "donated: go on with the one that the step returned"
 
 def is_donated(tree: Any) -> bool:
     """Tells whether any array of a pytree was donated, so that nothing can be read from it."""
-    return any(
-        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
-        for x in jax.tree.leaves(tree)
-    )
+    return any(map(_is_deleted, jax.tree.leaves(tree)))
 
 
 def check_living(what: str, array: Any) -> None:
     """Raises ValueError if `array`, of the cache or layer that `what` names, was donated. Traced ones never are."""
-    if not isinstance(array, jax.core.Tracer) and isinstance(array, jax.Array) and array.is_deleted():
+    if _is_deleted(array):
         raise ValueError(f"This {what} was {DONATED}.")
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
 
 def read_integers(x: Any) -> np.ndarray | None:
