@@ -10,7 +10,7 @@ from typing import Any
 
 import jaxkv
 from jaxkv._cli.compiling import announce, keep_compiled
-from jaxkv._cli.text import TextModel, describe_limit, open_model, prefix_options
+from jaxkv._cli.text import TextModel, describe_limit, is_cut, open_model, prefix_options
 from jaxkv._core.config.validation import MOST_INDEX, integer
 
 MOST_LENGTH = 8192  # default tokens of a chat
@@ -81,18 +81,18 @@ class Conversation:
         self.turns, self.tokens = self.turns + 1, self.tokens + len(tokens)
         pieces = self.opened.chat.stream(tokens)
         stream = self.engine.stream([tokens], self.max_new_tokens, eos=self.opened.eos, **self.opened.sampling)
-        count, token = 0, None
+        output: list[int] = []
         with contextlib.closing(stream):
             for _, token in announce(stream) if self.turns == 1 else stream:
-                count += 1
+                output.append(token)
                 _say(pieces.add(token), answer)
                 if interrupt.came:
                     print(" ...", end="")
                     return None
         _say(pieces.finish(), answer)
-        if count < self.max_new_tokens and token not in self.opened.eos:
-            plural, limit = "s" * (count != 1), describe_limit(self.engine, self.opened)
-            return f"stopped after {count} token{plural}: {limit}"
+        if is_cut(output, self.max_new_tokens, self.opened):
+            plural, limit = "s" * (len(output) != 1), describe_limit(self.engine, self.opened)
+            return f"stopped after {len(output)} token{plural}: {limit}"
         return None
 
     def describe(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jaxkv
 from jaxkv._cli.compiling import announce, keep_compiled
-from jaxkv._cli.text import TextModel, TextStream, TokenIds, describe_limit, open_model, prefix_options
+from jaxkv._cli.text import TextModel, TextStream, TokenIds, describe_limit, is_cut, open_model, prefix_options
 from jaxkv._core.cache.checks import stats
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.validation import MOST_INDEX, integer
@@ -136,7 +136,7 @@ def _say_what_is_cut(
     cut = {
         number: len(output)
         for number, output in zip(numbers, outputs, strict=True)
-        if output and len(output) < max_new_tokens and output[-1] not in opened.eos
+        if is_cut(output, max_new_tokens, opened)
     }
     if not cut:
         return

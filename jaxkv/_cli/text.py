@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxkv._cli.units import parse_bytes
@@ -145,6 +145,11 @@ def prefix_options(arguments: argparse.Namespace) -> dict[str, Any]:
         return {}
     most = parse_bytes("1GiB") if arguments.prefix_disk_bytes is None else arguments.prefix_disk_bytes
     return {"prefix_cache": True, "spill_bytes": int(most), "disk": arguments.prefix_disk, "disk_bytes": most}
+
+
+def is_cut(output: Sequence[int], max_new_tokens: int, opened: TextModel) -> bool:
+    """Tells whether an output ends because the context is full, and not as was asked."""
+    return 0 < len(output) < max_new_tokens and output[-1] not in opened.eos
 
 
 def describe_limit(engine: Any, opened: TextModel) -> str:
