@@ -116,6 +116,9 @@ def compile_headlines(options: argparse.Namespace, until: float) -> None:
         said = compile_ahead(point, who, lambda by, row=row: re.search(options.only, words(row | {"by": by})))
         if said:
             print(f"compiled {words(row)}: {said}", flush=True)
+    for what, _, prepare in [*state_pieces(dry=False, interpret=None)][nth::count]:
+        if re.search(options.only, words(what)) and time.time() < until:
+            prepare().run()
 
 
 def gather_checks(options: argparse.Namespace, folders: list[pathlib.Path]) -> str | int:
@@ -219,14 +222,9 @@ def measure(book: Book, until: float, interpret, *, quick: bool) -> None:
         return skipped
 
     skipped = take(tiny() if dry else headlines())
-    layers = [("tiny", Shape("state_space", 2, 1, 32, 16), 2, 1)] if dry else [
-        (name, LAYERS[name], rows, tokens) for rows, tokens in ((32, 1), (1, 2048)) for name in LAYERS
-    ]  # fmt: skip
-    for name, layer, rows, tokens in layers:
-        for by, prepare in () if time_is_up() else steps_of(layer, rows, tokens, interpret):
-            what = {"what": "states", "heads": layer.heads, "batch": rows, "new": tokens, "kind": name, "by": by}
-            if book.wants(what):
-                book.attempt(what, functools.partial(measure_step, layer, rows, prepare), patience)
+    for what, layer, prepare in state_pieces(dry=dry, interpret=interpret):
+        if book.wants(what) and not time_is_up():
+            book.attempt(what, functools.partial(measure_step, layer, what["batch"], prepare), patience)
     skipped += take(() if dry else others())
     if dry:  # everything of true size, as far as it comes without the chip
         for _, point, who in headlines():
@@ -237,6 +235,17 @@ def measure(book: Book, until: float, interpret, *, quick: bool) -> None:
         book.attempt({"what": "skipped"}, lambda: {"pieces": skipped}, patience)
     for name, by, bandwidth in yardsticks(1e6 if dry else 4e9):  # whether the chip is as fast as it was
         book.attempt({"what": f"{name} again", "by": by}, bandwidth, patience)
+
+
+def state_pieces(*, dry: bool, interpret) -> Iterator[tuple[dict[str, Any], Shape, Callable[[], Contender]]]:
+    """Yields steps of layers that keep a state, by everyone: what a row says of each, the layer, and its program."""
+    layers = [("tiny", Shape("state_space", 2, 1, 32, 16), 2, 1)] if dry else [
+        (name, LAYERS[name], rows, tokens) for rows, tokens in ((32, 1), (1, 2048)) for name in LAYERS
+    ]  # fmt: skip
+    for name, layer, rows, tokens in layers:
+        for by, prepare in steps_of(layer, rows, tokens, interpret):
+            what = {"what": "states", "heads": layer.heads, "batch": rows, "new": tokens, "kind": name, "by": by}
+            yield what, layer, prepare
 
 
 def rivals_of(who: Rivals, *, quick: bool) -> Rivals:
@@ -278,7 +287,7 @@ def side_by_side(
 
         book.attempt(what, one, patience)
         measured += len(prepared)
-        if prepared and name == "ours" and (closely or row["what"] == "model" or row["kind"]):
+        if prepared and name == "ours" and (closely or row["what"] == "model" or row["kind"] or row["rank"]):
             profiled = functools.partial(kernel_seconds, prepared[0])
             book.attempt(what | {"what": "kernels", "of": row["what"]}, profiled, patience)
         prepared.clear()
