@@ -36,11 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
         integer("--block-size", size, least=1)
     if not is_config_file(arguments.model):  # which is enough
         arguments.model = find_model(arguments.model, weights=False)
-    config, stated = _read_model(arguments.model)
+    config, refused = _read_model(arguments.model)
     chip = None if arguments.chip is None else chip_named(arguments.chip)
     devices = Devices.read(arguments.devices)
     told = arguments.weights
-    weights = _weights(arguments.model, config, stated) if told is None else (told, "as told")
+    weights = _weights(arguments.model, config, refused) if told is None else (told, "as told")
     lengths = None if arguments.lengths is None else _lengths(arguments.lengths)
     planner = _Planner(arguments, config, chip, weights, lengths)
     if arguments.shapes:
@@ -225,13 +225,13 @@ def _read_model(folder: pathlib.Path) -> tuple[Any, str]:
     from jaxkv.models.checkpoints import open_checkpoint
 
     checkpoint = open_checkpoint(folder)
-    stated = checkpoint.stated_quantization()
-    config, dtype = checkpoint.read_config(("quantization_config",) if stated else ()), checkpoint.read_dtype()
+    refused = checkpoint.find_refused_quantization()
+    config, dtype = checkpoint.read_config(("quantization_config",) if refused else ()), checkpoint.read_dtype()
     # Mixers keep the inputs of their convolutions in the model's dtype.
-    return dataclasses.replace(config, layers=config.layers_in(dtype if dtype in STATE_DTYPES else "bfloat16")), stated
+    return dataclasses.replace(config, layers=config.layers_in(dtype if dtype in STATE_DTYPES else "bfloat16")), refused
 
 
-def _weights(folder: pathlib.Path, config: Any, stated: str) -> tuple[int, str]:
+def _weights(folder: pathlib.Path, config: Any, refused: str) -> tuple[int, str]:
     """Returns the bytes of a model's weights as `load` makes them, and the source of that figure."""
     from jaxkv.models.checkpoints import open_checkpoint
     from jaxkv.models.checkpoints.parameter_counts import count_parameters
@@ -243,7 +243,7 @@ def _weights(folder: pathlib.Path, config: Any, stated: str) -> tuple[int, str]:
     except TypeError:
         raise ValueError(f"{folder} has weights of {dtype}, whose size is not known: say it with --weights.") from None
     count = count_parameters(config)
-    note = f"; the folder has them as {stated}, which load does not read" if stated else ""
-    if not stated and (read := checkpoint.read_quantization()):
-        note = f"; the folder has them as {read}, which load dequantizes"
+    note = f"; the folder has them as {refused}, which load does not read" if refused else ""
+    if not refused and (kind := checkpoint.find_loaded_quantization()):
+        note = f"; the folder has them as {kind}, which load dequantizes"
     return count * element, f"{count:,} parameters of {dtype}{note}"

@@ -67,13 +67,13 @@ class FolderCheckpoint:
         fields = dict(inner if isinstance(inner, Mapping) else {}) | fields
         return str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16")
 
-    def stated_quantization(self) -> str:
+    def find_refused_quantization(self) -> str:
         stated = self._read_stated()
         if stated and not config_reader.is_read(stated):
             return str(stated.get("quant_method") or stated.get("quant_algo") or "quantised weights")[:40]
         return str(self._read_quant_config() or "")[:40]
 
-    def read_quantization(self) -> str:
+    def find_loaded_quantization(self) -> str:
         stated = self._read_stated()
         return str(stated["quant_method"]) if config_reader.is_read(stated) else ""
 

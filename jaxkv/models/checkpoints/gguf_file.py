@@ -33,8 +33,8 @@ class GGUFCheckpoint:
         embed = self._stored.get("token_embd.weight")
         return "float32" if embed is None else embed.dtype.name
 
-    def stated_quantization(self) -> str:
+    def find_refused_quantization(self) -> str:
         return ""  # all that the gguf package knows is dequantized
 
-    def read_quantization(self) -> str:
+    def find_loaded_quantization(self) -> str:
         return ""  # its tensors may each have another
