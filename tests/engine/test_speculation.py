@@ -13,6 +13,7 @@ from hybrid_model import Hybrid
 from nightly import NIGHTLY
 
 import jaxkv
+from jaxkv._engine.programs.draft_model import ModelDrafter
 from jaxkv._engine.requests.drafters import DraftTokens, NGrams
 
 WINDOWS = (None, WINDOW)
@@ -45,6 +46,12 @@ def test_every_sequence_gets_what_it_would_alone(name):
         assert_streams(engine, prompts, counts, expected, leave_after, eos=eos)
     acceptance = engine.stats()["acceptance"]
     assert acceptance == 1 if not draft.wrong else 0.1 < acceptance < 0.9
+
+
+def test_the_cache_of_a_draft_with_windows_has_rows_that_kernels_read():
+    """Its rows are one block each, as long as those of the engine and the guesses behind them: 51 tokens."""
+    drafter = ModelDrafter(Several(WINDOWS), max_seqs=3, max_seq_len=LONGEST, step_tokens=16, count=3)
+    assert drafter.config.contiguous and drafter.config.block_size == 64
 
 
 def test_an_interrupt_anywhere_in_a_guess_loses_nothing(monkeypatch):

@@ -13,6 +13,7 @@ from jaxkv._core.blocks.sharing import truncate
 from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
+from jaxkv._core.config.block_size import BLOCK_SIZE
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.state.device_arrays import delete
@@ -71,7 +72,8 @@ class ModelDrafter:
         sizes: dict[str, Any] = {"max_seqs": max_seqs, "max_seq_len": max_seq_len + count}
         # Drafts are rolled back further than windows would allow: a contiguous cache keeps everything.
         if any(layer.retention.visible_tokens is not None for layer in model.layer_configs):
-            sizes["layout"] = "contiguous"
+            whole = -(-sizes["max_seq_len"] // BLOCK_SIZE) * BLOCK_SIZE  # kernels read no block of any size
+            sizes |= {"layout": "contiguous", "max_seq_len": whole}
         self.config = CacheConfig.from_model(model, **sizes)
         self._can_roll_back = not self.config.recurrent_layers
         # The tokens that it lacks after a step in which all drafts were accepted.
