@@ -169,16 +169,16 @@ def test_no_pool_is_copied():
 
 
 def test_capacity_at_equal_bytes():
-    """Blocks in the bytes of a bfloat16 cache, scales and null blocks counted."""
+    """Tokens in the bytes of a bfloat16 cache, scales and null blocks counted."""
     layer = jaxkv.LayerConfig(num_kv_heads=8, head_dim=128)
 
-    def blocks(kind):
+    def tokens(kind):
         return jaxkv.CacheConfig(
             layers=(layer,) * 4, max_seqs=8, max_seq_len=8192, num_blocks=1, dtype=kind
-        ).with_memory(10**9).num_blocks  # fmt: skip
+        ).with_memory(10**9).max_tokens  # fmt: skip
 
-    plain = blocks("bfloat16")
-    assert blocks("int8") > 1.93 * plain and blocks("float8_e4m3fn") > 1.93 * plain and blocks("int4") > 3.5 * plain
+    plain = tokens("bfloat16")
+    assert tokens("int8") > 1.93 * plain and tokens("float8_e4m3fn") > 1.93 * plain and tokens("int4") > 3.5 * plain
 
 
 def test_layers_of_several_kinds_and_what_is_refused():

@@ -25,7 +25,13 @@ WIDE = LayerConfig(num_kv_heads=2, head_dim=8)
 
 
 def make_config(layers=(LOCAL, WIDE, LOCAL), **fields):
-    default = {"max_seqs": ROWS, "max_seq_len": 60, "block_size": BLOCK_SIZE, "dtype": "float32"}
+    default = {
+        "max_seqs": ROWS,
+        "max_seq_len": 60,
+        "block_size": BLOCK_SIZE,
+        "dtype": "float32",
+        "head_dim_multiple": 1,
+    }
     sizes = {} if "group_blocks" in fields else {"num_blocks": 45}
     return jaxkv.CacheConfig(layers=layers, **(default | sizes | fields))
 

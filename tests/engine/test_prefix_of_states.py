@@ -175,7 +175,7 @@ LAYERS = jaxkv.LayerConfig(num_kv_heads=1, head_dim=4), jaxkv.LayerConfig.recurr
 
 
 def make_config(**fields):
-    sizes = dict(max_seqs=3, max_seq_len=48, num_blocks=30, block_size=SIZE, dtype="float32")
+    sizes = dict(max_seqs=3, max_seq_len=48, num_blocks=30, block_size=SIZE, dtype="float32", head_dim_multiple=1)
     return CacheConfig(layers=LAYERS, **sizes | fields)
 
 

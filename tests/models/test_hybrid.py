@@ -139,7 +139,7 @@ def test_a_plan_counts_states_to_the_byte(name, tmp_path, capsys):
 
 def test_too_little_memory_for_states_is_refused():
     layers = (jaxkv.LayerConfig(num_kv_heads=1, head_dim=8), jaxkv.LayerConfig.recurrent(state=((4, 8), "float32")))
-    found = plan(layers, 4_000, max_seq_len=64, max_seqs=3, block_size=4, dtype="float32")
+    found = plan(layers, 4_000, max_seq_len=64, max_seqs=3, block_size=4, dtype="float32", head_dim_multiple=1)
     cache = jaxkv.init(found.config)
     assert sum(x.nbytes for x in jax.tree.leaves((cache.pools, cache.states))) == found.config.bytes <= 4_000
     with pytest.raises(ValueError, match="is too little"):

@@ -21,7 +21,7 @@ def make_config(window=None, **fields):
         jaxkv.LayerConfig(num_kv_heads=1, head_dim=4, window=window),
         jaxkv.LayerConfig(num_kv_heads=2, head_dim=2, bounds=True),
     )
-    fields = {"max_seqs": 4, "max_seq_len": 64, "num_blocks": 40} | fields
+    fields = {"max_seqs": 4, "max_seq_len": 64, "num_blocks": 40, "head_dim_multiple": 1} | fields
     return jaxkv.CacheConfig(layers=layers, block_size=BLOCK, dtype="float32", **fields)
 
 

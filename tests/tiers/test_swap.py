@@ -21,7 +21,7 @@ LAYERS = (
 
 
 def make_cache(**fields):
-    default = {"layers": LAYERS, "max_seqs": ROWS, "max_seq_len": 30, "dtype": "float32"}
+    default = {"layers": LAYERS, "max_seqs": ROWS, "max_seq_len": 30, "dtype": "float32", "head_dim_multiple": 1}
     sizes = {} if "layout" in fields else {"block_size": 4}
     if not {"layout", "group_blocks"} & fields.keys():
         sizes["num_blocks"] = 14
