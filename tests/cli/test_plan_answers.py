@@ -1,7 +1,6 @@
 """What `plan` answers first: what was asked, beside weights as they are loaded, in no time."""
 
 import dataclasses
-import importlib
 import json
 import re
 import shutil
@@ -19,7 +18,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv._cli.main import main
 from jaxkv._cli.plan.capacity import plan
-from jaxkv._cli.plan.chips import KERNEL_FORMATS
+from jaxkv._cli.plan.chips import KERNEL_BLOCKS, QUANTIZED, reads
 from jaxkv._cli.plan.command import _kinds
 from jaxkv._core.config.byte_sizes import ByteSizes
 from pallas_kernels.api.backends import find_backend
@@ -111,12 +110,27 @@ def test_what_no_kernel_reads_is_marked(tmp_path, capsys):
     assert all(option["has_kernel"] for option in json.loads(capsys.readouterr().out)["options"])
     assert run(folder, "--chip", "h100") == 0
     out = capsys.readouterr().out
-    kinds = set(importlib.import_module("pallas_kernels.gpu").FORMATS)
-    assert ("int4*" in out) == ("int4" not in kinds) == ("* no kernel for an h100 reads it" in out)
-    assert "int4" in kinds and run(folder, "--chip", "v5e") == 0 and "int4*" not in capsys.readouterr().out
+    assert "* no kernel for an h100 reads it" in out
+    assert run(folder, "--chip", "v5e") == 0 and re.search(r"^ *128  int4 ", capsys.readouterr().out, re.M)
     assert run(published("deepseek-v3", tmp_path), "--chip", "tpu7x", "--devices", "128") in (0, 1)
-    assert "int4*" in capsys.readouterr().out  # nothing shares a byte with a latent row's number
-    assert "int8*" not in out and "bfloat16*" not in out
+    assert re.search(
+        r"^ *128  int4\*", capsys.readouterr().out, re.M
+    )  # nothing shares a byte with a latent row's number
+    assert "bfloat16*" not in out and "float32*" in out
+    # Blocks of 8 and 16 tokens are fewer than the scales that the kernels take at once.
+    assert re.findall(r"^ *(\d+)  int8\*", out, re.M) == ["8", "16"] and re.search(r"^ *32  int8,", out, re.M)
+
+
+def test_what_the_kernels_do_not_read_is_marked_where_it_was_asked_for(tmp_path, capsys):
+    told = ("--chip", "h200", "--dtype", "int8")
+    assert run(published("deepseek-v2-lite", tmp_path), *told) == 0
+    assert "in int8 (by XLA only) rows" in capsys.readouterr().out  # of latent rows
+    assert run(published("llama-3.2-3b", tmp_path), *told, "--block-size", "16") == 0
+    assert "in int8 (by XLA only) rows" in capsys.readouterr().out
+    assert run(tmp_path, *told) == 0 and "by XLA" not in capsys.readouterr().out
+    assert run(tmp_path, *told, "--json") == 0
+    options = json.loads(capsys.readouterr().out)["options"]
+    assert [option["block_size"] for option in options if not option["has_kernel"]] == [8, 16]
 
 
 def test_quantised_folders_are_planned(tmp_path, capsys):
@@ -174,8 +188,26 @@ def test_the_same_blocks_as_with_memory(layers, fields):
 
 
 def test_the_formats_that_kernels_read_are_the_kernels_own():
-    for platform, formats in KERNEL_FORMATS.items():
-        assert set(formats) == set(find_backend(platform).FORMATS)
+    for platform in KERNEL_BLOCKS:
+        assert set(QUANTIZED) == set(find_backend(platform).FORMATS)
+
+
+@pytest.mark.parametrize("layer", [GLOBAL, jaxkv.LayerConfig.latent(512, 64)], ids=["heads", "latent"])
+@pytest.mark.parametrize(("platform", "multiple"), [("gpu", 64), ("tpu", 128)])
+def test_the_blocks_that_kernels_read_are_the_kernels_own(platform, multiple, layer):
+    """Of every format, in blocks of every size, as a cache for that platform stores them."""
+    layer = dataclasses.replace(layer, head_dim=128) if layer.rank is None else layer
+    for name in FORMATS:
+        compute = "bfloat16" if FORMATS[name].is_quantized else name
+        q = jax.ShapeDtypeStruct((4, 1, 32, layer.head_dim), compute)
+        for block_size in (8, 16, 32, 64, 128):
+            sizes = dict(max_seqs=4, max_seq_len=1024, num_blocks=64, block_size=block_size, dtype=name)
+            config = jaxkv.CacheConfig(
+                layers=(layer,), **sizes, head_dim_multiple=multiple, join_kv=layer.rank is None and platform == "tpu"
+            )
+            cache = jax.eval_shape(lambda config=config: jaxkv.init(config))
+            choice = jaxkv.explain(q, cache, platform=platform)
+            assert (choice.implementation == platform) == reads(platform, layer, name, block_size), (name, choice)
 
 
 def test_a_plan_imports_no_kernel_compiler(tmp_path):

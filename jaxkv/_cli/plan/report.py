@@ -5,10 +5,9 @@ import functools
 from typing import Any, NamedTuple
 
 from jaxkv._cli.plan.capacity import Plan
-from jaxkv._cli.plan.chips import KERNEL_FORMATS, Chip, reads_groups
+from jaxkv._cli.plan.chips import Chip, reads
 from jaxkv._cli.plan.decode_step import DecodeStep, decode_step
 from jaxkv._cli.plan.devices import Devices
-from pallas_kernels.common.quantization import FORMATS
 
 
 class DeviceMemory(NamedTuple):
@@ -70,21 +69,20 @@ class Report:
         and in which the requested rows fit."""
         fitting = [option for option in self.options if option.plan]
         enough = {asked.dtype for asked in self.asked if asked.bytes <= self.memory.cache}
-        read = [option for option in fitting if self.has_kernel(option.dtypes[0])] or fitting
+        read = [option for option in fitting if self.has_kernel(option.dtypes[0], option.block_size)] or fitting
         good = [option for option in read if option.dtypes[0] in enough] or read
         usual = (x for x in good if x.plan and x.block_size == x.plan.config.default_block_size)
         first = next(usual, good[0])
         assert first.plan is not None
         return first.plan
 
-    def has_kernel(self, dtype: str) -> bool:
-        """Tells whether a kernel of the chip reads this dtype in all layers; True without a chip."""
-        format, layers = FORMATS[dtype], [layer for layer in self.model.layer_configs if not layer.is_recurrent]
-        if self.chip is None or not format.is_quantized:
+    def has_kernel(self, dtype: str, block_size: int | None = None) -> bool:
+        """Tells whether a kernel of the chip reads this dtype in all layers, in blocks of this size, or of a fitting
+        one; True without a chip."""
+        if self.chip is None:
             return True
-        platform = self.chip.platform
-        is_read = format.group_size is None or all(reads_groups(platform, layer, format) for layer in layers)
-        return is_read and dtype in KERNEL_FORMATS[platform]
+        layers = [layer for layer in self.model.layer_configs if not layer.is_recurrent]
+        return all(reads(self.chip.platform, layer, dtype, block_size) for layer in layers)
 
     @functools.cached_property
     def step(self) -> DecodeStep:

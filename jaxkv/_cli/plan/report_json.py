@@ -16,7 +16,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "block_size": option.block_size,
             "dtypes": option.dtypes,
             "fits": option.plan is not None,
-            "has_kernel": report.has_kernel(option.dtypes[0]),
+            "has_kernel": report.has_kernel(option.dtypes[0], option.block_size),
         }
         | ({} if option.plan is None else count_facts(option.plan, devices))
         for option in report.options

@@ -2,7 +2,7 @@
 
 import collections
 
-from jaxkv._cli.plan.report import AskedRows, DeviceMemory, Needs, Report, count_facts
+from jaxkv._cli.plan.report import AskedRows, DeviceMemory, Needs, Option, Report, count_facts
 from jaxkv._cli.plan.step_report import step_as_text
 from jaxkv._cli.units import columns
 from jaxkv._core.cache.inspection import format_bytes
@@ -24,11 +24,17 @@ def _answer(report: Report) -> str:
     device = _with_article("device" if chip is None else chip.name)
     room = f"beside {format_bytes(memory.weights)} of weights {device} has {format_bytes(memory.cache)}"
     if not report.asked:
-        size = report.best.config.block_size
+        usual: dict[str, Option] = {}  # of each dtype, in blocks of its default size, or else of the one that is best
+        for option in report.options:
+            if option.plan is not None:
+                sizes = option.plan.config.default_block_size, report.best.config.block_size
+                known = usual.get(name := option.dtypes[0])
+                if option.block_size in sizes and (known is None or option.block_size == sizes[0]):
+                    usual[name] = option
         by_dtype = [
-            f"{option.plan.rows * report.devices.data:,} in {option.dtypes[0]}"
-            + " (by XLA only)" * (not report.has_kernel(option.dtypes[0]))
-            for option in report.options if option.plan and option.block_size == size
+            f"{option.plan.rows * report.devices.data:,} in {name}"
+            + " (by XLA only)" * (not report.has_kernel(name, option.block_size))
+            for name, option in usual.items() if option.plan
         ]  # fmt: skip
         return f"{_capitalize(room)}: it holds {', '.join(by_dtype)} rows of {report.best.mean_len:,g} tokens each."
     fits = [asked.dtype for asked in report.asked if asked.bytes <= memory.cache]
@@ -116,7 +122,7 @@ def _bar(memory: DeviceMemory) -> str:
 def _table(report: Report) -> str:
     lines = [("block_size", "dtype", "bytes/token", "blocks", "tokens", "rows", "full rows", "waste")]
     for block_size, names, found in report.options:
-        dtypes = [name + "*" * (not report.has_kernel(name)) for name in names]
+        dtypes = [name + "*" * (not report.has_kernel(name, block_size)) for name in names]
         if found is None:
             lines.append((str(block_size), ", ".join(dtypes), "does not fit", "", "", "", "", ""))
             continue
