@@ -17,6 +17,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import jax
 import pytest
+from few_devices import MOST, skip_tests_of_more
 from memory_maps import forget_many_programs
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -47,6 +48,15 @@ def pytest_runtest_teardown(item, nextitem):
     """Until there are many programs a file is served what the files before it compiled."""
     if nextitem is None or nextitem.path != item.path:
         forget_many_programs()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_devices():
+    """On one GPU, say, tests that want several devices are skipped."""
+    with pytest.MonkeyPatch.context() as patch:
+        if len(jax.devices()) < MOST:
+            skip_tests_of_more(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
