@@ -9,6 +9,7 @@ from pallas_kernels.api.backends import IMPLEMENTATIONS, current_platform, unsup
 from pallas_kernels.common.batch import Call, bundle_call  # noqa: F401 (the doctest's)
 
 BLOCK_SIZES = tuple(8 << i for i in range(13))
+ROUNDED = 128  # tokens: all kernels read blocks of multiples of them
 HEAD_DIM_MULTIPLES = (64, 128)
 _WARNED: set[tuple[str, str]] = set()  # implementations, and the sizes that they would run with
 
@@ -20,8 +21,9 @@ def warn_of_sizes(op: str, reason: str, call: Call) -> None:
         if (name, sizes) in _WARNED:
             return
         _WARNED.add((name, sizes))
+        whole = " (if contiguous, max_seq_len says it)" * (_is_one_block(call) and "block_size" in sizes)
         warnings.warn(
-            f"XLA computes this attention, and the {name} kernels would with CacheConfig({sizes}): {reason} "
+            f"XLA computes this attention, and the {name} kernels would with CacheConfig({sizes}){whole}: {reason} "
             'Name implementation="xla" to choose it without this warning.',
             stacklevel=2,
         )
@@ -44,9 +46,12 @@ def find_sizes(name: str, op: str, call: Call) -> str | None:
     if unsupported(name, op, call) is None:
         return None
     tokens = tables.shape[1] * size
+    sizes = [size, *(n for n in BLOCK_SIZES if n > size)]
+    if _is_one_block(call):  # as long as a row, and a row of twice the length takes twice the memory
+        sizes[1:1] = (-(-size // n) * n for n in BLOCK_SIZES if n <= ROUNDED)
     widths = {-(-stored // m) * m: f"head_dim_multiple={m}" for m in HEAD_DIM_MULTIPLES} | {stored: ""}
     for width, said in sorted(widths.items()):
-        for block_size in dict.fromkeys((size, *(n for n in BLOCK_SIZES if n > size))):
+        for block_size in dict.fromkeys(sizes):
             sized = call.stored.replace(
                 _resize(kv, {3: block_size, 4: width}), None if scale is None else _resize(scale, {3: block_size})
             )
@@ -55,6 +60,11 @@ def find_sizes(name: str, op: str, call: Call) -> str | None:
                 sizes = [f"block_size={block_size}"] if block_size != size else []
                 return ", ".join(sizes + [said] * bool(said))
     return None
+
+
+def _is_one_block(call: Call) -> bool:
+    """Tell whether a row is one block, as it is in the contiguous layout."""
+    return call.batch.block_tables.shape[1] == 1
 
 
 def _resize(x: Any, sizes: dict[int, int]) -> jax.ShapeDtypeStruct:

@@ -111,6 +111,8 @@ def shapes(block_size, kind=None, head_dim=128, rows=2, columns=4):
         ("gpu", dict(block_size=16, kind="int8"), r"gpu kernels would with CacheConfig\(block_size=32\)"),
         ("tpu", dict(block_size=16, rows=32, columns=8192), r"CacheConfig\(block_size=32\)"),
         ("tpu", dict(block_size=16, head_dim=64), r"CacheConfig\(head_dim_multiple=128\)"),
+        ("gpu", dict(block_size=4097, columns=1), r"CacheConfig\(block_size=4104\) \(if contiguous, max_seq_len says"),
+        ("tpu", dict(block_size=4097, columns=1), r"CacheConfig\(block_size=4112\) \(if contiguous, max_seq_len says"),
         ("tpu", dict(block_size=16, kind="int8", head_dim=64), r"CacheConfig\(block_size=128, head_dim_multiple=128\)"),
     ],
 )
