@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from models.test_checkpoints import load, new_cache, step
 from nightly import NIGHTLY
 from support import fixtures
@@ -23,6 +24,7 @@ from jaxkv._files import safetensors
 from jaxkv.models import config_reader
 from jaxkv.models.checkpoints.parameter_counts import count_parameters
 from jaxkv.models.loader import read_config
+from jaxkv.models.mixers import delta
 
 CONFIGS = {name: read_config(fixtures.DATA / name) for name in fixtures.NAMES}
 HYBRID = [name for name, config in CONFIGS.items() if any(block.mixer is not None for block in config.blocks)]
@@ -71,6 +73,27 @@ def test_what_a_row_keeps(name):
     mixers = [block.mixer for block in config.blocks if block.mixer is not None]
     assert recurrent == [mixer.layer("bfloat16") for mixer in mixers]
     assert config.layers_in("float32") == config.layers
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid"])
+def test_a_delta_rule_multiplies_in_the_model_s_dtype(monkeypatch, name, dtype):
+    """Kernels take many tokens at once in 16 bits: of queries and keys in float32 a GPU's took one after another."""
+    taken, run = [], delta.mixers.gated_delta_rule
+
+    def note(q, k, v, *args, **kwargs):
+        taken.append({str(x.dtype) for x in (q, k, v)})
+        return run(q, k, v, *args, **kwargs)
+
+    monkeypatch.setattr(delta.mixers, "gated_delta_rule", note)
+    model = nnx.eval_shape(lambda: models.Decoder(CONFIGS[name], dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+    config = jaxkv.CacheConfig.from_model(model, max_seqs=2, max_seq_len=64, num_blocks=8)
+
+    def read(model, tokens):
+        return model(tokens, cache=jaxkv.extend(jaxkv.init(config), jnp.array([20, 12], jnp.int32)))[0]
+
+    jax.eval_shape(read, model, jax.ShapeDtypeStruct((32,), jnp.int32))
+    assert taken and all(dtypes == {dtype} for dtypes in taken)
 
 
 def test_experts_of_qwen_3_5_in_one_tensor(tmp_path):

@@ -63,6 +63,6 @@ class DeltaMixer(MixerModule):
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """Returns heads divided by their length, in float32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+    """Returns heads divided by their length, in their dtype: kernels take many tokens at once in 16 bits only."""
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
