@@ -291,32 +291,50 @@ def update_delta(inputs, before, after, keys_mask, gates_mask=None):
     q, k, v, *channel_gates, numbers = inputs
     (heads, width), (shared, depth) = v.shape, k.shape
     share, tiles = heads // shared, [slice(i, i + TILE) for i in range(0, depth, TILE)]
-    queries, keys, *decays = [to_columns(x) for x in (q, k, *map(jnp.exp, channel_gates))]
+    decays = [jnp.exp(x) for x in channel_gates]
+    keys, *gate_columns = [to_columns(x) for x in (k, *decays)]
     rates = [to_rows(x, width) for x in split_numbers(numbers)]
-    gates = None if channel_gates else jnp.exp(rates[0])
+    gates = None if decays else jnp.exp(rates[0])
     beta, alike = rates[-1], jnp.broadcast_to(jnp.sum(q * k, axis=1, keepdims=True), (shared, width))
+    # Of states that forget by channel keys and queries read what is left: they may forget instead.
+    lines = [split(repeat_rows(x, share) * decays[0] if decays else x) for x in (k, q)]
+    found = read_states(lines, before, share=1 if decays else share)
     outputs = []
-    for own in range(shared):
-        those = range(own * share, (own + 1) * share)
-        query, key = (spread_column(x, keys_mask[own], width) for x in (queries, keys))
-        decay = [spread_column(decays[0], gates_mask[head], width) for head in those] if decays else None
-        for i, head in enumerate(those):
-            this = slice(head, head + 1)
-            found_key = found_query = jnp.zeros((TILE, width), jnp.float32)
-            for tile in tiles:
-                state = before[head, tile] if decay is None else before[head, tile] * decay[i][tile]
-                found_key += key[tile] * state
-                found_query += query[tile] * state
-            at_key, at_query = (jnp.sum(x, axis=0, keepdims=True) for x in (found_key, found_query))
-            if decay is None:
-                at_key, at_query = gates[this] * at_key, gates[this] * at_query
-            u = beta[this] * (v[this] - at_key)
-            outputs.append(at_query + alike[own : own + 1] * u)
-            for tile in tiles:
-                after[head, tile] = (
-                    before[head, tile] * (gates[this] if decay is None else decay[i][tile]) + key[tile] * u
-                )
+    for head in range(heads):
+        own, this = head // share, slice(head, head + 1)
+        at_key, at_query = next(found)
+        if head % share == 0:
+            key = spread_column(keys, keys_mask[own], width)
+        if not decays:
+            at_key, at_query = gates[this] * at_key, gates[this] * at_query
+        u = beta[this] * (v[this] - at_key)
+        outputs.append(at_query + alike[own : own + 1] * u)
+        decay = spread_column(gate_columns[0], gates_mask[head], width) if decays else None
+        for tile in tiles:
+            after[head, tile] = before[head, tile] * (gates[this] if decay is None else decay[tile]) + key[tile] * u
     return jnp.concatenate(outputs, axis=0)
+
+
+def read_states(lines, before, share):
+    """Yields of each head what its states hold for its key and for its query, `[1, V]` each. Lines are three parts of
+    keys and of queries; so many heads share one.
+
+    Two heads' states lie side by side in a product. Of states it takes two parts, 16 of 24 bits, for splits are what
+    bounds the kernel. They are written with all, and what keys find is learned anew with every token.
+    """
+    heads, _, width = before.shape
+    for first in range(0, heads, 2):
+        pair = range(first, min(first + 2, heads))
+        own = sorted({head // share for head in pair})
+        rows = [x[i : i + 1] for i in own for parts in zip(*lines, strict=True) for x in parts]
+        left = pad_rows(jnp.concatenate(rows, axis=0)).astype(jnp.bfloat16)
+        parts = zip(*(split(before[head])[:2] for head in pair), strict=True)
+        sums = sum(dot(left, jnp.concatenate(x, axis=1).astype(jnp.bfloat16)) for x in parts)
+        for i, head in enumerate(pair):
+            start = 6 * own.index(head // share)
+            mine = sums[start : start + 6, i * width : (i + 1) * width]
+            found = mine[:2] + mine[2:4] + mine[4:]
+            yield found[:1], found[1:]
 
 
 def update_space(inputs, before, after):
@@ -338,10 +356,7 @@ def update_space(inputs, before, after):
         query = pad_rows(jnp.concatenate(split(c[this]), axis=0)).astype(jnp.bfloat16)
         found = jnp.zeros((1, share * width), jnp.float32)
         for i, part in enumerate(split(states)):  # the products of small parts are too small to count
-            sums = lax.dot_general(
-                query, part.astype(jnp.bfloat16), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            found += jnp.sum(sums[: 3 - i], axis=0, keepdims=True)
+            found += jnp.sum(dot(query, part.astype(jnp.bfloat16), 1)[: 3 - i], axis=0, keepdims=True)
         outputs.append(found)
     return jnp.concatenate(outputs, axis=0)
 
@@ -387,6 +402,16 @@ def make_masks(heads: int) -> jax.Array:
 
 
 def spread_column(columns, mask, width):
-    """Returns `f32[D, width]`, a head's column in all lanes. The matrix unit has nothing else to do."""
-    spread = lax.dot_general(columns, mask, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    """Returns `f32[D, width]`, a head's column in all lanes."""
+    spread = dot(columns, mask)
     return spread if width == LANES else jnp.concatenate([spread] * (width // LANES), axis=1)
+
+
+def dot(a, b, axis=0):
+    """Returns a product in float32, over an axis of `b`."""
+    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def repeat_rows(x, times):
+    """Returns each row so many times."""
+    return x if times == 1 else jnp.concatenate([x[i // times :][:1] for i in range(times * x.shape[0])], axis=0)

@@ -78,9 +78,10 @@ def test_a_step_without_a_token():
     run(case, RACES)
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="by day rows of two items pass")
-def test_a_row_of_one_item():
-    run(DELTA, RACES)
+@pytest.mark.parametrize(("heads", "keys"), [(3, 3), *[(6, 2), (4, 2)] * NIGHTLY])
+def test_a_row_of_one_item(heads, keys):
+    """A last head alone, two heads side by side of two keys, or of one."""
+    run(DELTA._replace(heads=heads, keys=keys), RACES)
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="six programs to interpret")
@@ -303,11 +304,27 @@ CONTROLS = {
     ),
     "a channel's gate left out of what is found": (
         CHANNELS, PLAIN,
-        Plant("state_decode:update_delta", "before[head, tile] * decay[i][tile]", "before[head, tile]"),
+        Plant("state_decode:update_delta", "repeat_rows(x, share) * decays[0]", "repeat_rows(x, share)"),
     ),
     "a state's small parts left out": (
         SPACE, PLAIN,
         Plant("state_decode:update_space", "enumerate(split(states))", "enumerate(split(states)[:1])"),
+    ),
+    "a state's second part left out of what keys read": (
+        DELTA, PLAIN,
+        Plant("state_decode:read_states", "split(before[head])[:2]", "split(before[head])[:1]"),
+    ),
+    "a key's second part left out of what it reads": (
+        DELTA, PLAIN,
+        Plant("state_decode:read_states", "mine[:2] + mine[2:4]", "mine[:2] + 0 * mine[2:4]"),
+    ),
+    "what a key reads of the first of two heads for both": (
+        DELTA, PLAIN,
+        Plant("state_decode:read_states", "enumerate(pair)", "((0, head) for head in pair)"),
+    ),
+    "what the key of the first of two heads reads for both": (
+        CHANNELS, PLAIN,
+        Plant("state_decode:read_states", "6 * own.index(head // share)", "0 * head"),
     ),
     "last inputs overwritten while they leave": (
         CONVOLUTION, RACES,
