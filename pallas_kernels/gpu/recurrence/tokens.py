@@ -1,7 +1,7 @@
 """Linear recurrences over states, each where it lies in the pool: read once, updated in registers, written once.
 
 A thread block has some columns of one head's state of a row: their values depend on no others. It copies them into
-shared memory while it reads the first token's vectors, goes through the row's tokens, and copies them back. Several
+shared memory while it reads the first token's vectors, goes through the row's tokens, and stores them. Several
 thread blocks share a multiprocessor, so that copies of some are under way while others compute. Rows without tokens are
 left at once. `rows` says in which order rows that share a slot have their turns.
 """
@@ -27,7 +27,7 @@ from pallas_kernels.gpu.recurrence.rows import (
     TURNS,
     write_snapshot,
 )
-from pallas_kernels.gpu.tiles import InterpretParams, full, store
+from pallas_kernels.gpu.tiles import InterpretParams, anew, full, store
 
 ELEMENTS = 8192  # of a state in a thread block: 64 registers of each thread
 
@@ -123,19 +123,17 @@ def update_states(
 
         def place(slot):
             """The part of a slot's state."""
-            return states_ref.at[slot, head, *((slice(None), span) if key_axis == 0 else (span, slice(None)))]
+            return states_ref.at[slot, anew(head), *((slice(None), span) if key_axis == 0 else (span, slice(None)))]
 
-        def write(state, slot):
-            store(state_s, state.astype(states.dtype))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(state_s, place(slot))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        def write(state, slot):  # nobody waits for stores: by a bulk copy the thread block would end later
+            store(place(slot), state.astype(states.dtype))
 
         def told(row):
             return row, *(rows_ref[row, i] for i in (SOURCE, TARGET, BEGIN, COUNT, BEGINS, POSITION, NEXT))
 
-        def take_turn(_, turn):
+        def take_turn(i, turn):
             row, source, target, begin, count, begins, position, following = turn
+            pl.when(i > 0)(plgpu.commit_smem)  # all threads have loaded the last turn's state
             pl.when(begins == 0)(lambda: plgpu.copy_gmem_to_smem(place(source), state_s, ready))
             vectors = recurrence.read(given, begin, head, part)
 

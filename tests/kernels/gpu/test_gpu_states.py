@@ -46,8 +46,8 @@ MISTAKES = {
     "a state read before it arrives": (
         "delta", UNSYNCHRONISED, Plant("update_states", "plgpu.barrier_wait(ready)", "")
     ),
-    "a state overwritten while it leaves": (
-        "tokens", {"race"}, Plant("update_states", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "")
+    "a state that lands where the last is being read": (
+        "shared slots", {"race"}, Plant("update_states", "pl.when(i > 0)(plgpu.commit_smem)", "")
     ),
     "rows that begin read their slot": (
         "delta", {"wrong"}, Plant("plan_rows", COLUMNS, COLUMNS.replace("batch.begins", "0 * count"))
