@@ -40,8 +40,8 @@ type Job = tuple[str, tuple[int, int], list[Any], list[Point]]
 
 
 def decode_plans() -> Iterator[tuning.DecodePlan]:
-    for tokens, stages, blocks, waves in itertools.product((64, 128), (2, 3, 4), (1, 2, 3), (None, 1, 2, 3, 8)):
-        yield tuning.DecodePlan(Tile(tokens, stages), num_blocks=tuning.chip()[1] * blocks, waves=waves)
+    for tokens, stages, blocks, part_tiles in itertools.product((64, 128), (2, 3, 4), (1, 2, 3), (0, 1, 2, 4)):
+        yield tuning.DecodePlan(Tile(tokens, stages), num_blocks=tuning.chip()[1] * blocks, part_tiles=part_tiles)
 
 
 def prefill_plans() -> Iterator[tuning.PrefillPlan]:

@@ -202,7 +202,7 @@ def _decode_rows(operands: Operands, rows: DecodeRows, place, alone_of: int | No
             plan.tile.tokens,
             -(-plan.num_blocks // num_kv_heads),
             most_tiles,
-            plan.waves,
+            plan.part_tiles,
             deterministic,
         ),
         alone_of=alone_of,

@@ -23,7 +23,8 @@ MOST_COLUMNS = 32  # queries of one row and part of a KV head that decode takes,
 class DecodePlan:
     tile: Tile
     num_blocks: int  # thread blocks that fill the chip once
-    waves: int | None = None  # full loads of the chip to cut the rows into; None: `work.default_waves`
+    # What each thread block costs beside its tiles, in tiles: to begin, to end, and to have its output merged.
+    part_tiles: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +99,11 @@ def split_heads(group: int, head_dim: int, itemsize: float) -> Split:
 
 
 def latent_plan(width: int) -> DecodePlan:
-    """The plan for rows of so many numbers, padded to tiles. One thread block has a multiprocessor to itself, and a
-    part of a row costs it as much as two tiles, so that rows are cut into fewer."""
+    """The plan for rows of so many numbers, padded to tiles. One thread block has a multiprocessor to itself, so that
+    nothing hides how it begins and ends; and a part of a row writes 128 KB, which are read again to be merged."""
     tile = 64 * width * 2  # bytes, of queries as of rows
     rest = tile + 64 * 64 * 2 + 1024
-    return DecodePlan(Tile(tokens=64, stages=min((SHARED_MEMORY - rest) // tile, 4)), chip()[1], waves=2)
+    return DecodePlan(Tile(tokens=64, stages=min((SHARED_MEMORY - rest) // tile, 4)), chip()[1], part_tiles=6)
 
 
 def merge_blocks() -> int:

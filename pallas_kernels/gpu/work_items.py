@@ -15,12 +15,14 @@ from jax import lax
 from pallas_kernels.common.masks import TokenMask, WindowMask, tile_masks
 from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams, store, walk_from
 
-FEW_TILES = 4  # an item shorter than this spends its time on starting: only what one wave needs is cut finer
+FEW_TILES = 4  # a row shorter than this would spend its time on parts' starting
 MOST_ITEMS = 132  # of one row
+WAVES = 2  # how often items fill the chip, about, at most: the last load, partly filled, must cost little
 # Of an item that goes by its place in its row alone, at least; and at least such a part of what is before.
 FIXED_TILES = 8
-LINES = 64  # of the list of work that a thread block writes, and rows that it sums over together
+LINES = 64  # of the list of work that a thread block writes, rows that it sums over together, and sizes it tries
 ROWS_AT_ONCE = 32  # that it makes items of, for the registers' sake
+MOST_COST = (1 << 25) - 1  # that is told from more
 MOST_ROWS = 16_384  # of a step: three numbers of each in a multiprocessor's shared memory
 
 
@@ -28,16 +30,13 @@ MOST_ROWS = 16_384  # of a step: three numbers of each in a multiprocessor's sha
 UNUSED, WHOLE, PART = 0, 1, 2
 
 
-def default_waves(num_rows: int) -> int:
-    """Returns how many full loads of the chip decode is cut into, about.
-
-    The items of one row are all as long and begin at once; where rows differ, the last load, partly filled, must cost
-    little.
-    """
-    return 1 if num_rows == 1 else 4
+def most_wanted(num_rows: int, wave: int) -> int:
+    """Returns how many items rows are cut into at most, if they divided into them evenly. Those of one row are all as
+    long: more than begin at once would only wait."""
+    return wave if num_rows == 1 else WAVES * wave
 
 
-def decode_capacity(num_rows: int, wave: int, most_tiles: int, waves: int) -> tuple[int, int]:
+def decode_capacity(num_rows: int, wave: int, most_tiles: int) -> tuple[int, int]:
     """Items that `decode_items` has room for in all, and the most of one row: 1 where rows are never cut.
 
     The kernel that merges a row's items goes through them a few at a time, so a row gets about as many as fill the chip
@@ -46,7 +45,7 @@ def decode_capacity(num_rows: int, wave: int, most_tiles: int, waves: int) -> tu
     if most_tiles <= FEW_TILES:
         return num_rows, 1
     most = min(max(2 * wave, 64), MOST_ITEMS, most_tiles)
-    return min(num_rows + waves * wave, num_rows * most), most
+    return min(num_rows + most_wanted(num_rows, wave), num_rows * most), most
 
 
 def fixed_edges(most_tiles: int) -> tuple[int, ...]:
@@ -65,8 +64,8 @@ class Cutting(NamedTuple):
     window_mask: WindowMask
     tile_tokens: int
     wave: int  # the number of items that fill the chip once
-    most_tiles: int  # of a row, as its table allows
-    waves: int | None = None  # how often items are to fill the chip, about; None: `default_waves`
+    most_tiles: int  # of a row, as its table allows; less than a million
+    part_tiles: int = 1  # what an item costs beside its tiles, in tiles
     deterministic: bool = False
 
 
@@ -81,7 +80,12 @@ def decode_items(
 ) -> tuple[jax.Array, int, int]:
     """Cut the rows into items of about the same number of tiles, so that one long row spreads as widely as many short.
 
-    With c tiles an item, rows of t tiles have ceil(t / c) items, in sum at most total / c and one more for each row.
+    With c tiles an item, rows of t tiles have ceil(t / c) items, each row's as even as possible: in sum at most
+    total / c and one more for each row. Of 64 sizes c that one is taken with which the chip is done first, on paper.
+    An item costs its tiles and `part_tiles` more, and each multiprocessor takes the next as soon as it is free. So n
+    items are done after ceil(n / wave) of the longest one; and also after an even share of all costs, and the longest
+    one. The first is nearer where rows are equal, and wants few parts that fill the chip; the second where they differ.
+
     If `deterministic`, each row is cut at `fixed_edges`, whatever the others hold and the table has room for.
 
     One kernel, for sums that depend on one another are a launch each in XLA: five for 32 rows. Each thread block sums
@@ -99,16 +103,16 @@ def decode_items(
         rows there are.
       num_items, most_cut: W, of `decode_capacity`; and rows in parts, at most.
     """
-    capacity, window_mask, tile_tokens, wave, most_tiles, waves, deterministic = cutting
+    capacity, window_mask, tile_tokens, wave, most_tiles, part_tiles, deterministic = cutting
     num_rows = lengths.shape[0]
-    waves = waves or default_waves(num_rows)
-    num_items, most = decode_capacity(num_rows, wave, most_tiles, waves)
+    num_items, most = decode_capacity(num_rows, wave, most_tiles)
     edges = fixed_edges(most_tiles) if deterministic else ()
     if deterministic:
         most = len(edges) - 1
         num_items = num_rows * most
     most_cut = min(num_rows, num_items // 2) if most > 1 else 0
     chunks, blocks = -(-num_rows // LINES), -(-num_items // LINES)
+    batches = -(-num_rows // ROWS_AT_ONCE)
     given = (lengths, new) if isinstance(start, int) else (lengths, new, start)
     sizes = LINES, ROWS_AT_ONCE  # along the axes
 
@@ -156,29 +160,59 @@ def decode_items(
         def nothing(axis):
             return plgpu.layout_cast(jnp.zeros((sizes[axis],), jnp.int32), LAYOUT.reduce(1 - axis))
 
-        def add(i, totals):
-            of_line, of_row = totals
-            for j in range(0, LINES, ROWS_AT_ONCE):
-                of_line += along(wide(rows(i * LINES + j, 1)[-1], 1), 1)
-            return of_line, of_row + along(wide(rows(i * LINES, 0)[-1], 0), 0)
-
-        totals = nothing(0), nothing(1)  # the same for each line and each row
-        if not deterministic:  # a sum that nothing uses does not compile
-            totals = lax.fori_loop(none, all_chunks, add, totals)
+        def divide_up(x, divisor: int):
+            return lax.div(x + (divisor - 1), jnp.int32(divisor))
 
         def up(x, divisor):
-            return lax.div(x + (divisor - 1), divisor)
+            """Returns x / divisor, rounded up, of whole floats below 2^20, which take fewer instructions: half of one
+            less is as far from where it would be rounded to another number as a float of it must be."""
+            return lax.round((x - 0.5) / divisor + 0.5, lax.RoundingMethod.TO_NEAREST_EVEN)
 
-        def cut(tiles, taken, total):
-            """Returns the number of items, tiles per item, as even as possible, and whether there is more than one."""
+        def even(tiles, size):
+            """Returns, in floats, how many items rows are cut into if none is longer than that, and how long they are
+            if as even as possible."""
+            tiles = tiles.astype(jnp.float32)
+            count = jnp.clip(up(tiles, size), 1.0, most)
+            return count, jnp.maximum(up(tiles, count), 1.0)
+
+        def find_size():
+            """Returns the size of items, the same for each line and each row. Each line tries one."""
+
+            def add(i, total):
+                return total + along(wide(rows(i * ROWS_AT_ONCE, 1)[-1], 1), 1)
+
+            def cut_so(i, carry):
+                num, longest = carry
+                _, taken, *_, tiles = rows(i * ROWS_AT_ONCE, 1)
+                count, size = even(wide(tiles, 1), wide(tried_size, 0))
+                num += jnp.where(wide(taken, 1), count, 0.0).sum(axis=1)
+                return num, jnp.maximum(longest, size.max(axis=1))
+
+            total = lax.fori_loop(none, jnp.int32(batches), add, nothing(0))
+            tried = plgpu.broadcasted_iota(jnp.int32, (LINES,), 0, layout=LAYOUT.reduce(1))
+            wanted = jnp.maximum(lax.div((tried + 1) * most_wanted(num_rows, wave), jnp.int32(LINES)), 1)
+            tried_size = jnp.clip(lax.div(total + (wanted - 1), wanted), 1, most_tiles).astype(jnp.float32)
+            num, longest = (nothing(0).astype(jnp.float32) for _ in range(2))
+            num, longest = lax.fori_loop(none, jnp.int32(batches), cut_so, (num, longest))
+            num, longest = num.astype(jnp.int32), longest.astype(jnp.int32) + part_tiles
+            in_turns = divide_up(num, wave) * longest
+            cost = jnp.minimum(in_turns, divide_up(total + num * part_tiles, wave) + longest)
+            # Of sizes that cost the same the largest, which is tried first.
+            best = wide(jnp.minimum(cost, MOST_COST) * LINES + tried, 0).min(axis=0)
+            best = wide(best & (LINES - 1), 1) == wide(tried, 0)
+            size = jnp.where(best, wide(tried_size, 0), 0.0).max(axis=0)
+            return wide(size, 1).max(axis=1), size
+
+        item_sizes = (None, None) if deterministic else find_size()
+
+        def cut(tiles, taken, item_size):
+            """Returns tiles per item, the number of items, and whether there is more than one."""
             if deterministic:  # they have no one size
                 size, count = tiles, sum(where(tiles > edge, 1) for edge in edges[:-1])
             else:
-                size = jnp.maximum(up(total, jnp.full_like(total, waves * wave)), 1)
-                size = jnp.maximum(size, jnp.minimum(up(total, jnp.full_like(total, wave)), FEW_TILES))
-                count = jnp.maximum(jnp.minimum(up(tiles, size), most), 1)
-                size = jnp.maximum(up(tiles, count), 1)
-                count = up(tiles, size)
+                _, size = even(tiles, item_size)
+                count = up(tiles.astype(jnp.float32), size).astype(jnp.int32)
+                size = size.astype(jnp.int32)
             count = jnp.where(taken, jnp.maximum(count, 1), 0)
             return size, count, where(count > 1, 1)
 
@@ -196,11 +230,11 @@ def decode_items(
         def fill(i, carry):
             values, before = carry
             _, taken, *_, tiles = rows(i * LINES, 0)
-            above = [wide(x, 0) for x in cut(tiles, taken, totals[0])[1:]]
+            above = [wide(x, 0) for x in cut(tiles, taken, item_sizes[0])[1:]]
 
             def fill_some(j, values):
                 row, taken, length, new, begin, first, tiles = rows(i * LINES + j * ROWS_AT_ONCE, 1)
-                size, count, is_cut = cut(tiles, taken, totals[1])
+                size, count, is_cut = cut(tiles, taken, item_sizes[1])
                 earlier = line < nth + j * ROWS_AT_ONCE
                 start, nth_cut = (b + along(jnp.where(earlier, x, 0), 0) for b, x in zip(before, above, strict=True))
                 stop, kind = start + count, where(is_cut > 0, PART, WHOLE)
@@ -211,7 +245,7 @@ def decode_items(
                 found += [jnp.where(its_cut, wide(x, 1), 0) for x in (start, stop, row, begin)]
                 return [x + along(y, 1) for x, y in zip(values, [*found, wide(is_cut, 1)], strict=True)]
 
-            values = lax.fori_loop(none, jnp.int32(LINES // ROWS_AT_ONCE), fill_some, values)
+            values = lax.fori_loop(none, jnp.int32(min(batches, LINES // ROWS_AT_ONCE)), fill_some, values)
             return values, [b + along(x, 0) for b, x in zip(before, above, strict=True)]
 
         values, _ = lax.fori_loop(none, all_chunks, fill, ([nothing(0)] * 14, [nothing(1)] * 2))

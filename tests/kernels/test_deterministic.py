@@ -40,7 +40,7 @@ INTERPRETERS = {
 def small_steps(monkeypatch):
     """Rows of a few hundred tokens are cut, and several of their parts are one step's work; the chip is small."""
     monkeypatch.setattr(decode, "SEGMENTS", 2)
-    for name, value in {"FIXED_TILES": 2, "FEW_TILES": 1, "default_waves": lambda _: 1}.items():
+    for name, value in {"FIXED_TILES": 2, "FEW_TILES": 1}.items():
         monkeypatch.setattr(work, name, value)
     plan = tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=4)
     monkeypatch.setattr(tuning, "decode_plan", lambda *_: plan)

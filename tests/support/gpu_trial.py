@@ -30,7 +30,6 @@ class Trial:
 
     case: Case
     wave: int = 1  # thread blocks that fill the imagined chip; 1: one item for all of a row
-    waves: int = 1
     prefill_tokens: int = 64  # in a tile
     form: str = ""  # of prefill
     chunks: int = 1  # into which prefill cuts the context
@@ -77,17 +76,17 @@ class Trial:
         return inputs._replace(kv=jnp.asarray(kv), tables=jnp.asarray(tables), lengths=lengths), options
 
     def use_plans(self, monkeypatch) -> None:
-        decode = tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=self.wave * self.case.num_kv_heads)
+        tile = Tile(tokens=64, stages=2)
+        decode = tuning.DecodePlan(tile, num_blocks=self.wave * self.case.num_kv_heads, part_tiles=0)
         stages = tuning.prefill_plan(self.case.head_dim, self.case.block_size).tile.stages
         prefill = tuning.PrefillPlan(Tile(tokens=self.prefill_tokens, stages=stages), **FORMS.get(self.form, {}))
         monkeypatch.setattr(tuning, "decode_plan", lambda *_: decode)
         monkeypatch.setattr(tuning, "prefill_plan", lambda *_: prefill)
         heads = -(-self.case.num_heads // 64)
-        latent = tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=self.wave * heads, waves=self.waves)
+        latent = tuning.DecodePlan(tile, num_blocks=self.wave * heads, part_tiles=0)
         monkeypatch.setattr(tuning, "latent_plan", lambda *_: latent)
         monkeypatch.setattr(tuning, "merge_blocks", lambda: 2)
         monkeypatch.setattr(tuning, "prefill_chunks", lambda *_: self.chunks)
-        monkeypatch.setattr(work, "default_waves", lambda _: self.waves)
         monkeypatch.setattr(work, "FEW_TILES", 1)
 
     def check(self, interpret) -> None:
@@ -147,4 +146,4 @@ def attention(
 
 
 ONE = dict(num_kv_heads=1, **B16)
-SMALL = dict(wave=3, waves=4)  # rows are cut
+SMALL = dict(wave=12)  # rows are cut

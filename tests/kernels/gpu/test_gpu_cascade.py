@@ -34,7 +34,7 @@ MEMORIES = {
 @pytest.mark.parametrize("name", MEMORIES)
 def test_queries_that_see_all_of_a_row(name, interpret, monkeypatch):
     case = MEMORIES[name]
-    cut = {"wave": 3, "waves": 4} if name == "few" else {}
+    cut = {"wave": 12} if name == "few" else {}
     Trial(case, **cut).use_plans(monkeypatch)
     inputs = testing.make_inputs(dataclasses.replace(case, new=(0,) * len(case.new)))
     q = testing.make_inputs(dataclasses.replace(case, lengths=case.new)).q
