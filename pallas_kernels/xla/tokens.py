@@ -80,24 +80,32 @@ def map_some(run, queries: TokenQueries, count: int, others) -> tuple[jax.Array,
     return jax.tree.map(lambda x: x.reshape(pieces * count, *x.shape[2:])[:num_tokens], found)
 
 
-def find_slots(queries: TokenQueries, batch: PagedBatch, mask: MaskSpec, block_size: int) -> Slots:
-    """Finds the tokens that queries have chosen, in order of their positions, each once."""
+def find_slots(
+    queries: TokenQueries, batch: PagedBatch, mask: MaskSpec, block_size: int, *, seen_first: bool = False
+) -> Slots:
+    """Finds the tokens that queries have chosen, in order of their positions, each once.
+
+    Those that are not seen, and all but one of the same, are between the others, or behind them if `seen_first`.
+    """
     row, position, valid = queries.token
     kv_lens, (tables, shard) = batch.kv_lens[row], (batch.block_tables, batch.context_shard)
-    chosen = jnp.sort(queries.chosen, axis=1)
+    # Not stable: equal numbers need no order, and XLA would sort each with its place.
+    chosen = jax.lax.sort(queries.chosen, dimension=1, is_stable=False)
     last = position if mask.causal else kv_lens - 1
     seen = (chosen >= 0) & (chosen <= last[:, None]) & valid[:, None]
     seen &= chosen != jnp.pad(chosen[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     window_mask = WindowMask.from_spec(mask, np.iinfo(np.int32).max)
     if window_mask.ends:
         seen &= window_mask.covers(chosen, window_mask.first(position)[:, None])
-    at = jnp.where(seen, chosen, 0)
-    if shard is None:
-        column, offset = work_list.parts(at, block_size)
-    else:
-        column, within = at // (block_size * shard[1]), at % (block_size * shard[1])
-        seen &= within // block_size == shard[0]
-        offset = within % block_size
+    if shard is not None:
+        seen &= chosen // block_size % shard[1] == shard[0]
+    if seen_first:  # numbers alone again, for a sort is slower by what goes with them
+        last_of_all = jnp.int32(np.iinfo(np.int32).max)
+        chosen = jax.lax.sort(jnp.where(seen, chosen, last_of_all), dimension=1, is_stable=False)
+        seen = chosen != last_of_all
+    column, offset = work_list.parts(jnp.where(seen, chosen, 0), block_size)
+    if shard is not None:
+        column //= shard[1]
     column = jnp.minimum(column, tables.shape[1] - 1)
     block = jnp.where(seen, tables[row[:, None], column], 0)
     return Slots(block, offset, chosen, seen)

@@ -39,7 +39,11 @@ TRIALS = {
 }  # fmt: skip
 SOURCES = Sources(pathlib.Path(xla.__file__).parent, "pallas_kernels.xla")
 MISTAKES = {
-    "holes between those that are seen": Plant("gather_chosen", "(~slots.seen).astype(jnp.int32)", "0 * slots.block"),
+    "holes between those that are seen": Plant(
+        "gather_chosen",
+        "find_slots(queries, batch, mask, block_size, seen_first=True)",
+        "find_slots(queries, batch, mask, block_size)",
+    ),
     "one too many": Plant(
         "gather_chosen", "slots.seen.sum(axis=1, dtype=jnp.int32)", "slots.seen.sum(axis=1, dtype=jnp.int32) + 1"
     ),
