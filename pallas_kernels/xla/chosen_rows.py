@@ -74,7 +74,8 @@ def gather_chosen(
     """Returns a pool of the rows that queries chose, the blocks of each query, and how many tokens it sees, i32[n]."""
     num_tokens, block_size = queries.chosen.shape[0], stored.kv.shape[3]
     slots = find_slots(queries, batch, mask, block_size, seen_first=True)  # the kernels take a row's first tokens
-    slot = slots.block * block_size + slots.offset
+    # XLA's GPU compiler would look each up again for every number of its row.
+    slot = lax.optimization_barrier(slots.block * block_size + slots.offset)
     columns = _count_blocks(slot.shape[1], form) * form.tokens
     slot = jnp.pad(slot, ((0, 0), (0, columns - slot.shape[1]))).reshape(-1, form.tokens)
     block, offset = parts(slot[:, None, None], block_size)
