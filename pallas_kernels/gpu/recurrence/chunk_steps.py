@@ -27,7 +27,7 @@ from pallas_kernels.gpu.recurrence.rows import (
     TURNS,
     write_snapshot,
 )
-from pallas_kernels.gpu.tiles import LAYOUT, OPERAND, SINGLE_ROWS, InterpretParams, full, probe, store
+from pallas_kernels.gpu.tiles import LAYOUT, OPERAND, SINGLE_ROWS, InterpretParams, anew, full, probe, store
 
 CHUNK = 64  # tokens
 WIDTH = 64  # values of a state in a thread block
@@ -161,7 +161,9 @@ def multiply(interpret: InterpretParams, shape: tuple[int, int], *pairs: tuple[A
             plgpu.wgmma(acc_ref, a, b)
         return acc_ref[...]
 
-    return pl.run_scoped(sum_products, plgpu.ACC(shape, jnp.float32))
+    # Or LLVM would put a first step of what follows, a change of sign, before the wait. An assembler that sees one there
+    # waits for each of the products.
+    return anew(pl.run_scoped(sum_products, plgpu.ACC(shape, jnp.float32)))
 
 
 def write_tokens(target: Any, out_s: Any, token: jax.Array, count: jax.Array, y: jax.Array) -> None:
