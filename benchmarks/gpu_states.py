@@ -113,10 +113,12 @@ def steps_of(
     def prepare(step: Callable[[dict[str, jax.Array]], Any]) -> Contender:
         @functools.partial(jax.jit, donate_argnums=0)
         def steps(held: list[jax.Array], arrays: dict[str, jax.Array]) -> Any:
-            name = "x" if shape.op == "state_space" else "v"
+            name, gate = ("x", "dt") if shape.op == "state_space" else ("v", "g")
             for i, states in enumerate(held):  # each waits for the one before, as layers do
                 y, held[i] = step(arrays | {"states": states})
                 arrays = arrays | {name: arrays[name] + y}
+                if tokens > 1:  # or what needs no state would be computed once for all
+                    arrays |= {gate: arrays[gate] + 1e-9 * y.ravel()[0]}
             return held, arrays[name]
 
         arrays = shape.arrays((rows, tokens), key)

@@ -1,8 +1,8 @@
 """Layers that keep a state on a Hopper GPU: their arrays as the kernel of all recurrences takes them.
 
 It takes a row's tokens one after another, whether one or thousands: see `recurrence.tokens`. Of state spaces
-`recurrence.space_chunks` takes many at once, and `recurrence.delta_chunks` of delta rules with a gate a head.
-Convolutions are XLA's.
+`recurrence.space_chunks` takes many at once, and `recurrence.delta_chunks` of delta rules with a gate a head, behind
+another kernel, `recurrence.delta_pairs`. Convolutions are XLA's.
 """
 
 import functools

@@ -19,7 +19,13 @@ from swizzle_alignment import record_slices
 import pallas_kernels
 from pallas_kernels.gpu.tiles import LAYOUT, SINGLE_ROWS, store
 
-gpu_compile.KERNELS += ("gated_delta_rule_chunks", "gated_delta_rule", "state_space_chunks", "state_space")
+gpu_compile.KERNELS += (
+    "delta_rule_pairs",
+    "gated_delta_rule_chunks",
+    "gated_delta_rule",
+    "state_space_chunks",
+    "state_space",
+)
 ROWS, SLOTS = 32, 65
 
 
@@ -59,8 +65,8 @@ def step(op, arrays, fixed, state, axes, *, stored=jnp.float32, snapshots=0, eve
         return arrays[value], tuple(written)
 
     compiled, kernels = compile_(layers, pools, arrays, fixed, given, donate_argnums=(0,) if donate else ())
-    (kernel,) = kernels.values()
-    return kernel | fate(compiled, pools) | {"launches": count_launches(compiled)}
+    *ahead, kernel = kernels.values()
+    return kernel | {"ahead": ahead} | fate(compiled, pools) | {"launches": count_launches(compiled)}
 
 
 def without_fence():

@@ -19,17 +19,19 @@ from jax import lax
 from pallas_kernels.gpu.recurrence.rows import (
     BEGIN,
     BEGINS,
+    CHUNK,
     COUNT,
     NEXT,
     POSITION,
     SOURCE,
     TARGET,
     TURNS,
+    count_chunks,
+    find_edge,
     write_snapshot,
 )
 from pallas_kernels.gpu.tiles import LAYOUT, OPERAND, SINGLE_ROWS, InterpretParams, anew, full, probe, store
 
-CHUNK = 64  # tokens
 WIDTH = 64  # values of a state in a thread block
 PIECE = 64  # keys at once, for the registers' sake
 MOST_KEYS = 128  # for the registers' sake
@@ -37,7 +39,7 @@ LEAST_GATE = -30.0  # of a token, in logarithms: sums over a chunk keep more dig
 SQUARE = CHUNK, CHUNK
 ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
-State = tuple[jax.Array, ...]  # of some values of a head, f32[64, 64] each
+State = tuple[jax.Array, ...]  # of some values of a head: in pieces, if those take fewer registers
 
 
 def operand(*shape: int):
@@ -138,41 +140,50 @@ def lay_out(source: Any, target: Any, count: jax.Array) -> None:
         target.at[:, piece][...] = load_tokens(source.at[nth], count)
 
 
-def put(x: jax.Array, targets: Any, piece: Any = slice(None)) -> None:
-    """Stores numbers' leading bits, and those behind them."""
+def halve(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns numbers' leading bits, and those behind them."""
     leading = x.astype(jnp.bfloat16)
-    targets[0].at[:, piece][...] = leading
-    targets[1].at[:, piece][...] = (x - leading.astype(jnp.float32)).astype(jnp.bfloat16)
+    return leading, (x - leading.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def take(halves: Any) -> jax.Array:
-    """Loads numbers that were put."""
-    leading, others = (plgpu.load(half, layout=LAYOUT).astype(jnp.float32) for half in halves)
-    return leading + others
+def put(x: jax.Array, targets: Any, piece: Any = slice(None)) -> None:
+    """Stores halves of numbers."""
+    for half, target in zip(halve(x), targets, strict=True):
+        target.at[:, piece][...] = half
 
 
 def multiply(interpret: InterpretParams, shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
-    """Returns the sum of products of operands in shared memory."""
+    """Returns the sum of products of operands, the first ones in shared memory or in registers."""
+    return multiply_while(lambda: None, interpret, shape, *pairs)[0]
+
+
+def multiply_while(
+    meanwhile: Callable[[], Any], interpret: InterpretParams, shape: tuple[int, int], *pairs: tuple[Any, Any]
+) -> tuple[jax.Array, Any]:
+    """Returns the sum of products of operands, and what is computed while the matrix unit is at them."""
     for pair in pairs:
         probe(interpret, *pair)
+    if interpret is not None:  # which has no products of what lies in registers
+        return sum(jnp.dot(*(x[...].astype(jnp.float32) for x in pair)) for pair in pairs), meanwhile()
 
     def sum_products(acc_ref):
         for a, b in pairs:
             plgpu.wgmma(acc_ref, a, b)
-        return acc_ref[...]
+        made = meanwhile()
+        return acc_ref[...], made
 
-    # Or LLVM would put a first step of what follows, a change of sign, before the wait. An assembler that sees one there
-    # waits for each of the products.
-    return anew(pl.run_scoped(sum_products, plgpu.ACC(shape, jnp.float32)))
+    total, made = pl.run_scoped(sum_products, plgpu.ACC(shape, jnp.float32))
+    # Or LLVM would put a first step of what follows, a change of sign, before the wait; and an assembler that sees one
+    # there waits for each of the products.
+    return anew(total), made
 
 
-def write_tokens(target: Any, out_s: Any, token: jax.Array, count: jax.Array, y: jax.Array) -> None:
-    """Writes a chunk's outputs, those of its tokens, by way of shared memory.
+def write_tokens(target: Any, out_s: Any, token: jax.Array, count: jax.Array) -> None:
+    """Begins to write a chunk's outputs, those of its tokens, which were stored in shared memory; see `await_outputs`.
 
     Args:
       target: from a span of tokens to where their outputs belong.
     """
-    store(out_s, y.astype(out_s.dtype))
     plgpu.commit_smem()
     for size in (64, 32, 16, 8, 4, 2, 1):
 
@@ -181,16 +192,29 @@ def write_tokens(target: Any, out_s: Any, token: jax.Array, count: jax.Array, y:
             begin = count & (-2 * size)
             plgpu.copy_smem_to_gmem(out_s.at[pl.ds(begin, size)], target(pl.ds(token + begin, size)))
 
+
+def await_outputs() -> None:
+    """Waits until the outputs before have left shared memory."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+class RowChunk(NamedTuple):
+    """A chunk of a row's tokens."""
+
+    row: Any
+    number: Any  # of the row's chunks in this step
+    token: Any  # its first among those of the step
+    count: Any  # its tokens
 
 
 class ChunkWalk(NamedTuple):
     """What is done with the chunks of a row."""
 
-    fetch: Callable[[Any], None]  # `(token)`: begins to bring the inputs of the row's first chunk
+    begin: Callable[[RowChunk], None]  # begins to bring the inputs of the row's first chunk
     places: Callable[[Any], list[Any]]  # `(slot) -> references`: where a state lies
-    # `(token, count, state, next_token) -> state`: runs a chunk. `next_token(f)` calls `f(token)` if there is one more.
+    # `(chunk, state, following) -> state`: runs a chunk. `following(f)` calls `f(chunk)` if there is one more.
     run: Callable[..., State]
+    layout: Any = LAYOUT  # in which they are loaded and stored
 
 
 def walk_rows(
@@ -203,7 +227,6 @@ def walk_rows(
       states: the pool, for its dtype and shape.
       snapshots_ref: see `rows.write_snapshot`, or None.
     """
-    count_pieces = len(walk.places(0))
 
     def told(row):
         return row, *(rows_ref[row, i] for i in (SOURCE, TARGET, BEGIN, COUNT, BEGINS, POSITION, NEXT))
@@ -212,30 +235,31 @@ def walk_rows(
         row, source, target, begin, count, begins, position, following = turn
 
         def read():
-            found = (plgpu.load(ref, layout=LAYOUT, optimized=False) for ref in walk.places(source))
-            return tuple(x.astype(jnp.float32) for x in found)
+            found = (plgpu.load(ref, layout=walk.layout, optimized=False) for ref in walk.places(source))
+            return tuple(plgpu.layout_cast(x.astype(jnp.float32), LAYOUT) for x in found)
 
         def write(state, slot):
             for x, ref in zip(state, walk.places(slot), strict=True):
-                store(ref, x.astype(states.dtype))
+                store(ref, plgpu.layout_cast(x, walk.layout).astype(states.dtype))
 
-        walk.fetch(begin)
-        state = lax.cond(begins == 0, read, lambda: tuple(full(SQUARE, 0.0, LAYOUT) for _ in range(count_pieces)))
-        before = lax.rem(position, jnp.int32(CHUNK))  # places of the first chunk that are not of this step
-        chunks = lax.div(before + count + (CHUNK - 1), jnp.int32(CHUNK))
+        before, chunks = count_chunks(position, count)
 
-        def edge(i):
-            return jnp.clip(i * CHUNK - before, 0, count)
+        def find(number):
+            start, stop = (find_edge(number + i, before, count) for i in (0, 1))
+            return RowChunk(row, number, begin + start, stop - start)
 
-        def step(i, state):
-            start, stop = edge(i), edge(i + 1)
+        walk.begin(find(0))
+        state = lax.cond(begins == 0, read, lambda: tuple(full(ref.shape, 0.0, LAYOUT) for ref in walk.places(0)))
 
-            def next_token(f):
-                pl.when(i + 1 < chunks)(lambda: f(begin + stop))
+        def step(number, state):
+            chunk = find(number)
 
-            state = walk.run(begin + start, stop - start, state, next_token)
+            def following(f):
+                pl.when(number + 1 < chunks)(lambda: f(find(number + 1)))
+
+            state = walk.run(chunk, state, following)
             if snapshots_ref is not None:
-                after = position + stop
+                after = position + chunk.token + chunk.count - begin
                 write_snapshot(snapshots_ref, row, position, after, every, states.shape[0], lambda to: write(state, to))
 
             return state
@@ -245,6 +269,7 @@ def walk_rows(
         return told(following)
 
     lax.fori_loop(0, rows_ref[first, TURNS], take_turn, told(first))
+    await_outputs()
 
 
 def launch_chunks(

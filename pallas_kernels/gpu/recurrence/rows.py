@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common.state_batch import StateBatch
 
+CHUNK = 64  # tokens
 # The columns of `plan_rows`.
 SOURCE, TARGET, BEGIN, COUNT, BEGINS, POSITION, TURNS, NEXT = range(8)
 
@@ -64,6 +65,34 @@ def plan_turns(read: jax.Array, writes: jax.Array, turns: jax.Array) -> tuple[ja
     length = jnp.where(queue < 0, turns, jnp.where(is_first, jnp.sum(same, axis=1, dtype=jnp.int32), 0))
     behind = jnp.where(same & earlier.T, row[None, :], count - 1)
     return length, behind.min(axis=1)
+
+
+def count_chunks(position: Any, count: Any) -> tuple[Any, Any]:
+    """Returns how many places of a row's first chunk are not of this step, and how many chunks its tokens are in."""
+    before = lax.rem(position, jnp.int32(CHUNK))
+    return before, lax.div(before + count + (CHUNK - 1), jnp.int32(CHUNK))
+
+
+def find_edge(number: Any, before: Any, count: Any) -> Any:
+    """Returns how many of a row's tokens stand before a chunk."""
+    return jnp.clip(number * CHUNK - before, 0, count)
+
+
+def plan_chunks(rows: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the chunks of all rows, one row's after another's, `i32[C, 2]`: the first token of each among the
+    `num_tokens` flat ones, and how many it has, 0 beyond the last chunk; and the number of each row's first, `i32[S]`.
+
+    A row's first chunk and its last may have few tokens: so there are two more for each row.
+    """
+    begin, count, position = (rows[:, i] for i in (BEGIN, COUNT, POSITION))
+    before, chunks = count_chunks(position, count)
+    chunks = jnp.where(count > 0, chunks, 0)
+    stop = jnp.cumsum(chunks, dtype=jnp.int32)
+    number = jnp.arange(min(num_tokens, num_tokens // CHUNK + 2 * rows.shape[0]), dtype=jnp.int32)
+    row = jnp.minimum(jnp.sum(stop[None, :] <= number[:, None], axis=1, dtype=jnp.int32), rows.shape[0] - 1)
+    of_row = number - (stop - chunks)[row]
+    first, last = (begin[row] + find_edge(of_row + i, before[row], count[row]) for i in (0, 1))
+    return jnp.stack([first, last - first], axis=1), stop - chunks
 
 
 def write_snapshot(

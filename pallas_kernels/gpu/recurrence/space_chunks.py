@@ -21,6 +21,7 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     SQUARE,
     WIDTH,
     ChunkWalk,
+    await_outputs,
     columns,
     hold_zero,
     landing,
@@ -38,7 +39,7 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     walk_rows,
     write_tokens,
 )
-from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams
+from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams, store
 
 
 class SpaceBuffers(NamedTuple):
@@ -84,13 +85,14 @@ def run_space_chunks(
 
         hold_zero(zero_s)
 
-        def fetch(token):
+        def fetch(chunk):
             landed = locate_buffers(buffers, zero_s).landed
             for (name, spots), target in zip(copied.items(), landed, strict=True):
                 for nth, at in enumerate(spots):
-                    plgpu.copy_gmem_to_smem(given[name].at[pl.ds(token, CHUNK), *at], target.at[nth], ready)
+                    plgpu.copy_gmem_to_smem(given[name].at[pl.ds(chunk.token, CHUNK), *at], target.at[nth], ready)
 
-        def run_chunk(token, count, state, next_token):
+        def run_chunk(chunk, state, following):
+            token, count = chunk.token, chunk.count
             dt = given["dt"].at[head]
             steps, steps_across = (load_numbers(dt, token, count, layout) for layout in (ROW, COLUMN))
             gates = columns(jnp.maximum(steps_across * rate, LEAST_GATE), SQUARE)
@@ -105,7 +107,7 @@ def run_space_chunks(
             for x, piece in zip(state, pieces, strict=True):
                 put(x, halves, piece)
             plgpu.commit_smem()
-            next_token(fetch)
+            following(fetch)
             since_across = plgpu.load(sums_s, layout=COLUMN)
             weights = multiply(interpret, SQUARE, (c_s, b_s.T)) * columns(steps_across, SQUARE)
             weights = weights * jnp.exp(lines(since, SQUARE) - columns(since_across, SQUARE))
@@ -126,7 +128,9 @@ def run_space_chunks(
                 else:
                     skip = plgpu.load(given["D"].at[head, span], layout=COLUMN, optimized=False)
                     y = y + x * columns(skip.astype(jnp.float32), y.shape)
-            write_tokens(lambda tokens: out_ref.at[tokens, head, span], out_s, token, count, y)
+            await_outputs()
+            store(out_s, y.astype(out_s.dtype))
+            write_tokens(lambda tokens: out_ref.at[tokens, head, span], out_s, token, count)
             kept = lines(jnp.exp(whole), SQUARE)
             return tuple(
                 x * kept + multiply(interpret, SQUARE, *((x_s.T, half.at[:, piece]) for half in halves))

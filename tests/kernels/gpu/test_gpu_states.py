@@ -100,7 +100,7 @@ MISTAKES = {
     ),
     "chunks: inputs overwritten while they are read": (
         "chunks of one row", {"race"},
-        Plant("run_space_chunks", "plgpu.commit_smem()\nnext_token(fetch)", "next_token(fetch)\nplgpu.commit_smem()"),
+        Plant("run_space_chunks", "plgpu.commit_smem()\nfollowing(fetch)", "following(fetch)\nplgpu.commit_smem()"),
     ),
     "chunks: what is beyond the last token": (
         "chunks", {"wrong"},
@@ -111,7 +111,7 @@ MISTAKES = {
         Plant("see_tokens", "column <= row", "column <= row + 1"),
     ),
     "chunks: leading bits alone": (
-        "chunks of one row", {"wrong"}, Plant("chunk_steps:put", "x - leading.astype(jnp.float32)", "0.0 * x")
+        "chunks of one row", {"wrong"}, Plant("chunk_steps:halve", "x - leading.astype(jnp.float32)", "0.0 * x")
     ),
     "chunks: inputs not forgotten": (
         "chunks of one row", {"wrong"}, Plant("run_space_chunks", "jnp.exp(whole - since)", "jnp.exp(0.0 * since)")
@@ -120,57 +120,82 @@ MISTAKES = {
         "chunks of one row", {"wrong"}, Plant("run_space_chunks", "jnp.exp(since)", "jnp.exp(whole)")
     ),
     "chunks: chunks from the step's first token": (
-        "chunks", {"wrong"}, Plant("walk_rows", "lax.rem(position, jnp.int32(CHUNK))", "0 * position")
+        "chunks", {"wrong"}, Plant("count_chunks", "lax.rem(position, jnp.int32(CHUNK))", "0 * position")
     ),
     "chunks: the rest of the tokens from their beginning": (
         "chunks of one row", {"wrong", "race"}, Plant("chunk_steps:write_tokens", "count & -2 * size", "0 * count")
     ),
-    "delta chunks: values read before they arrive": (
-        "delta, chunks of one row", UNSYNCHRONISED,
-        Plant("run_delta_chunks", "plgpu.barrier_wait(values_ready)", ""),
+    "delta chunks: tokens read before they arrive": (
+        "delta, chunks of one row", UNSYNCHRONISED, Plant("run_delta_chunks", "plgpu.barrier_wait(ready)", ""),
     ),
-    "delta chunks: the next keys where the triangle is": (
+    "delta chunks: squares read before they arrive": (
+        "delta, chunks of one row", UNSYNCHRONISED, Plant("run_delta_chunks", "plgpu.barrier_wait(squares_ready)", ""),
+    ),
+    "delta chunks: the next tokens where these are": (
         "delta, chunks of one row", UNSYNCHRONISED,
-        Plant(
-            "run_delta_chunks", "left, right = squares()\nput(lacks, right)",
-            "next_token(fetch_keys)\nleft, right = squares()\nput(lacks, right)",
-        ),
+        Plant("run_delta_chunks", "plgpu.commit_smem()\nfollowing(fetch_tokens)", ""),
+        Plant("run_delta_chunks", "plgpu.barrier_wait(ready)", "plgpu.barrier_wait(ready)\nfollowing(fetch_tokens)"),
+    ),
+    "delta chunks: the next keys where these are": (
+        "delta, chunks of one row", UNSYNCHRONISED,
+        Plant("run_delta_chunks", "chunk.number & 1", "chunk.number & 0", times=2),
+    ),
+    "delta chunks: the next squares where these are": (
+        "delta, chunks of one row", UNSYNCHRONISED,
+        Plant("run_delta_chunks", "following(fetch_squares)", ""),
+        Plant("run_delta_chunks", "following(fetch_tokens)", "following(fetch_tokens)\nfollowing(fetch_squares)"),
+    ),
+    "delta chunks: the pairs of the first row": (
+        "delta, chunks", {"wrong"},
+        Plant("run_delta_chunks", "given['first_chunks'][chunk.row] + chunk.number", "chunk.number", times=2),
+    ),
+    "delta chunks: as many as if no row shared one": (
+        "delta, chunks", {"wrong", "buffer has shape"},
+        Plant("plan_chunks", "num_tokens // CHUNK + 2 * rows.shape[0]", "num_tokens // CHUNK + 1"),
+    ),
+    "delta chunks: pairs read before they arrive": (
+        "delta, chunks of one row", UNSYNCHRONISED, Plant("relate_tokens", "plgpu.barrier_wait(ready)", ""),
+    ),
+    "delta chunks: keys overwritten while they leave": (
+        "delta, chunks of one row", {"race"},
+        Plant("relate_tokens", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "", times=2),
     ),
     "delta chunks: all of the triangle in every join": (
         "delta, chunks of one row", {"wrong"},
-        Plant("run_delta_chunks", "jnp.where(between, half, jnp.zeros_like(half))", "half"),
+        Plant("relate_tokens", "jnp.where(between, half, jnp.zeros_like(half))", "half"),
     ),
     "delta chunks: values overwritten while outputs leave": (
         "delta, chunks of one row", {"race"},
-        Plant("chunk_steps:write_tokens", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)", ""),
+        Plant("chunk_steps:await_outputs", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "..."),
     ),
     "delta chunks: halves of a chunk apart": (
         "delta, chunks of one row", {"wrong"},
         Plant(
-            "run_delta_chunks", "lax.fori_loop(0, 5, join, jnp.where(distances() < 2, -lower, 0.0))",
+            "relate_tokens", "lax.fori_loop(0, 5, join, jnp.where(distances() < 2, -lower, 0.0))",
             "lax.fori_loop(0, 4, join, jnp.where(distances() < 2, -lower, 0.0))",
         ),
     ),
     "delta chunks: pairs of tokens apart": (
-        "delta, chunks of one row", {"wrong"}, Plant("run_delta_chunks", "distances() < 2", "distances() < 1")
+        "delta, chunks of one row", {"wrong"}, Plant("relate_tokens", "distances() < 2", "distances() < 1")
     ),
     "delta chunks: what the state has": (
         "delta, chunks of one row", {"wrong"},
-        Plant(
-            "run_delta_chunks", "load_tokens(values_s, anew(count)).astype(jnp.float32) - found",
-            "load_tokens(values_s, anew(count)).astype(jnp.float32)",
-        ),
+        Plant("run_delta_chunks", "v.astype(jnp.float32) - found * jnp.exp(since())", "v.astype(jnp.float32)"),
     ),
     "delta chunks: gains not forgotten": (
         "delta, chunks of one row", {"wrong"},
-        Plant("run_delta_chunks", "jnp.exp(whole - since)", "jnp.exp(0.0 * since)"),
+        Plant("run_delta_chunks", "jnp.exp(whole - since())", "jnp.exp(0.0 * since())"),
     ),
     "delta chunks: leading bits alone": (
-        "delta, chunks of one row", {"wrong"}, Plant("chunk_steps:put", "x - leading.astype(jnp.float32)", "0.0 * x")
+        "delta, chunks of one row", {"wrong"}, Plant("chunk_steps:halve", "x - leading.astype(jnp.float32)", "0.0 * x")
     ),
     "delta chunks: another head's keys": (
         "delta, chunks", {"wrong", "buffer has shape"},
         Plant("run_delta_chunks", "lax.div(head, jnp.int32(shared))", "head"),
+    ),
+    "delta chunks: another head's keys among tokens": (
+        "delta, chunks", {"wrong", "buffer has shape"},
+        Plant("relate_tokens", "key_head = lax.div(head, jnp.int32(shared))", "key_head = head"),
     ),
     "padding not hidden": (
         "tokens", {"wrong"},
