@@ -111,6 +111,8 @@ def steps_of(
     batch = StateBatch(row + 1, 50 + tokens + 0 * row, tokens + 0 * row, None, row + 1)
 
     def prepare(step: Callable[[dict[str, jax.Array]], Any]) -> Contender:
+        step = jax.jit(step)  # traced and lowered once for all pools
+
         @functools.partial(jax.jit, donate_argnums=0)
         def steps(held: list[jax.Array], arrays: dict[str, jax.Array]) -> Any:
             name, gate = ("x", "dt") if shape.op == "state_space" else ("v", "g")
