@@ -16,6 +16,7 @@ import gpu_contenders
 import gpu_engines
 import gpu_generate
 import gpu_models
+import gpu_profile
 import gpu_states
 import gpu_work
 import jax
@@ -54,6 +55,13 @@ def test_steps_of_states(interpret):
     ours, xla = (jax.tree.map(lambda x: np.asarray(x, np.float32), found[name]) for name in ("ours", "xla"))
     np.testing.assert_allclose(ours[1], xla[1], rtol=0.02, atol=0.02)
     np.testing.assert_allclose(ours[0], xla[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*gpu_profile.POINTS, *gpu_profile.STATES] if NIGHTLY else ["latent", "qwen3-next"])
+def test_profiled_kernels_lower(name):
+    arrays = jax.eval_shape(lambda: gpu_profile.make_arrays(name))
+    lowered = jax.jit(gpu_profile.find_call(name)).trace(*arrays).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
 
 
 @pytest.mark.parametrize("nth", range(len(gpu_work.headlines())) if NIGHTLY else (RAGGED,))
