@@ -35,7 +35,7 @@ def replace_scalars(chunks: int) -> None:
     """From here on a step has so many chunks, all of one row, which has a state."""
     pallas_call, last = pl.pallas_call, chunks - 1
     scalars = ChunkScalars(
-        Scalars(lambda i: jnp.where(i == 0, 1, -2)), Scalars(lambda i: jnp.where(i == last, 1, -1)),
+        Scalars(lambda i: jnp.where(i == 0, 1, -2)), Scalars(lambda i: jnp.where(i == last, 1, -2)),
         Scalars(lambda i: jnp.where(i == 9999, 1, -1)), Scalars(lambda _: chunks),
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 XLA cuts rows into chunks and lays their tokens out heads first. An item is a few heads of one chunk: all heads of a
 chunk pass, then comes the next one, row after row. A grid step has one stage of each of three items, see `state_chunk`.
-A row's states come with its first chunk and leave with its last.
+A row's states come a step before its first chunk, and leave while the next steps run.
 """
 
 import functools
@@ -27,7 +27,7 @@ class Chunks(NamedTuple):
     begin: jax.Array  # the first token's place in the flattened tokens
     tokens: jax.Array  # how many; 0: there is no such chunk
     source: jax.Array  # the slot whose state the chunk goes on from; -1: none, it begins; -2: the chunk before
-    target: jax.Array  # the slot that takes the state after it; -1: none
+    target: jax.Array  # the slot that takes the state after it; -1: none, -2: the chunk that follows
     snapshot: jax.Array  # a second one; -1: none
     total: jax.Array  # i32[1]: how many there are
 
@@ -59,11 +59,12 @@ class ChunkOutputs(NamedTuple):
 
 
 class ChunkScratch(NamedTuple):
-    """What the kernel keeps in vector memory, and the semaphore of the copies to it and from it."""
+    """What the kernel keeps in vector memory, and the semaphores of the copies to it and from it."""
 
     states: Any  # of all heads, from chunk to chunk of a row
     stages: Stages
-    moved: Any  # the semaphore
+    coming: Any  # [2], of items by turns
+    leaving: Any  # [groups of heads + 1]: the last is the snapshots'
 
 
 def list_chunks(batch: StateBatch, num_tokens: int, num_slots: int) -> Chunks:
@@ -89,14 +90,13 @@ def list_chunks(batch: StateBatch, num_tokens: int, num_slots: int) -> Chunks:
         snapshot = own.snapshot_targets(
             end // batch.every - start // batch.every - 1, there & (end % batch.every == 0), num_slots
         )
-    target = jnp.where(there & (number == counts[row] - 1), targets[row], num_slots)
-    target, snapshot = (jnp.where(x < num_slots, x, -1) for x in (target, snapshot))
+    target, snapshot = (jnp.where(x < num_slots, x, -1) for x in (targets[row], snapshot))
     return Chunks(
         row,
         batch.query_starts[row] + begin - start,
         jnp.where(there, end - begin, 0),
         jnp.where(number == 0, source[row], -2),
-        target,
+        jnp.where(there & (number == counts[row] - 1), target, -2),
         snapshot,
         ends[-1:],
     )
@@ -207,7 +207,8 @@ def prefill_states(
     scratch = ChunkScratch(
         pltpu.VMEM(states.shape[1:], states.dtype),
         Stages(*(pltpu.VMEM(*x) for x in stages)),
-        pltpu.SemaphoreType.DMA(()),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SemaphoreType.DMA((groups + 1,)),
     )
     kernel = pl.pallas_call(
         functools.partial(_kernel, size=size, has_delta=has_delta),
@@ -250,6 +251,12 @@ def _last_stage(chunk, group, groups):
     return chunk, group
 
 
+def _next(chunk, group, groups):
+    """Returns the chunk, and its heads, of the item that follows."""
+    last = group == groups - 1
+    return jnp.where(last, chunk + 1, chunk), jnp.where(last, 0, group + 1)
+
+
 def _kernel(
     scalars: ChunkScalars,
     inputs: ChunkInputs,
@@ -260,30 +267,62 @@ def _kernel(
     has_delta: bool,
 ):
     sources, targets, snapshots, total = scalars
-    states, stages, moved = scratch
+    states, stages, coming, leaving = scratch
     groups = states.shape[0] // size
     number = pl.program_id(0) * groups + pl.program_id(1)
     chunk, group = _last_stage(pl.program_id(0), pl.program_id(1), groups)
-    first = group * size
-    heads = pl.ds(first, size)
 
-    def move(slot, comes):
-        there = outputs.pool.at[slot, heads]
-        copy = pltpu.make_async_copy(*((there, states.at[heads]) if comes else (states.at[heads], there)), moved)
-        copy.start()
-        copy.wait()
+    def arrival(slot, group, turn):
+        heads = pl.ds(group * size, size)
+        return pltpu.make_async_copy(outputs.pool.at[slot, heads], states.at[heads], coming.at[turn & 1])
+
+    def departure(slot, group, sent):
+        heads = pl.ds(group * size, size)
+        return pltpu.make_async_copy(states.at[heads], outputs.pool.at[slot, heads], sent)
+
+    def make_room(chunk, group):
+        """Awaits that the states of the row before have left."""
+        target = targets[jnp.maximum(chunk - 1, 0)]
+        pl.when((chunk > 0) & (target >= 0))(lambda: departure(target, group, leaving.at[group]).wait())
 
     @pl.when(number < total[0] * groups + STAGES - 1)
     def _():
         place, is_chunk = jnp.maximum(chunk, 0), chunk >= 0
         source, target, snapshot = sources[place], targets[place], snapshots[place]
-        pl.when(is_chunk & (source >= 0))(lambda: move(source, True))
 
-        @pl.when(is_chunk & (source == -1))
-        def _():
-            states[heads] = jnp.zeros((size, *states.shape[1:]), states.dtype)
+        @pl.when((source != -2) | (target != -2))
+        def _():  # a row begins, or may begin with the item that follows, as with the first of all
+            # States come a step before they change, unless those of the same heads change there.
+            begins, heads, turn = (chunk, group, number) if groups == 1 else (*_next(chunk, group, groups), number + 1)
+            there = (begins >= 0) & (begins < total[0])
+            awaited = jnp.where(there, sources[jnp.where(there, begins, 0)], -2)
+
+            @pl.when(awaited >= 0)
+            def _():
+                make_room(begins, heads)
+                arrival(awaited, heads, turn).start()
+
+            pl.when(is_chunk & (source >= 0))(lambda: arrival(source, group, number).wait())
+
+            @pl.when(is_chunk & (source == -1))
+            def _():
+                make_room(chunk, group)
+                states[pl.ds(group * size, size)] = jnp.zeros((size, *states.shape[1:]), states.dtype)
 
         # The first steps have no items in the last stages: these compute what nobody reads.
-        run_stages(inputs, outputs.y, states, first, stages.slot(number & 1), has_delta)
-        pl.when(is_chunk & (target >= 0))(lambda: move(target, False))
-        pl.when(is_chunk & (snapshot >= 0))(lambda: move(snapshot, False))
+        run_stages(inputs, outputs.y, states, group * size, stages.slot(number & 1), has_delta)
+
+        @pl.when(is_chunk & (snapshot >= 0))
+        def _():
+            copy = departure(snapshot, group, leaving.at[groups])
+            copy.start()
+            copy.wait()
+
+        @pl.when(is_chunk & (target >= 0))
+        def _():
+            departure(target, group, leaving.at[group]).start()
+
+            @pl.when(number == total[0] * groups + STAGES - 2)
+            def _():
+                for each in range(groups):
+                    departure(target, each, leaving.at[each]).wait()

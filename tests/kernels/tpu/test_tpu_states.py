@@ -205,6 +205,8 @@ def test_chunks_of_tokens(op, packed, mode):
 
 # Three heads of one key: the last one has no second beside it where triangles' blocks are inverted.
 SHORT = CHUNKS._replace(dtypes=("bfloat16", "float32"), heads=3)
+# A row begins behind one whose states leave.
+EMPTIED = CHUNKS._replace(before=(64, 0, 3, 70), new=(1, 70, 0, 60), snapshots=(-1, 3, -1, 8))
 OWN_KEYS = CHUNKS._replace(keys=4)  # two heads whose triangles lie side by side have not one key
 
 
@@ -218,6 +220,7 @@ def test_chunks_of_values_of_16_bits():
         (OWN_KEYS, 2),  # heads of a grid step, at most: here an item follows another of the same chunk
         *[
             (CHUNKS, 1),  # two items read a key
+            (EMPTIED, 2),
             (CHUNKS._replace(op="state_space"), 2),
             (CHUNKS._replace(heads=10, before=(3,), new=(70,), slots=(5,), to_slots=(6,), snapshots=(-1,)), 16),
             (CHUNKS._replace(new=(0,) * 4, to_slots=(-1,) * 4), 16),
@@ -251,6 +254,7 @@ def test_sums_that_are_not_exact_are_noticed(tmp_path, monkeypatch):
         check_strong_gates(broken(tmp_path, monkeypatch, rounded))
 
 
+HALVED = Plant("state_prefill:heads_of_step", "HEADS + 1", "2 + 1")  # no mistake: two items a chunk
 # name: (case, mode, what is planted).
 CONTROLS = {
     "a state not awaited": (
@@ -354,9 +358,25 @@ CONTROLS = {
         CHUNKS, PLAIN,
         Plant("state_prefill:_kernel", "source == -1", "source == -9"),
     ),
-    "a state that is not fetched": (
+    "another state fetched": (
         CHUNKS, PLAIN,
-        Plant("state_prefill:_kernel", "is_chunk & (source >= 0)", "is_chunk & (source >= 99)"),
+        Plant("state_prefill:_kernel", "arrival(awaited, heads, turn)", "arrival(0 * awaited, heads, turn)"),
+    ),
+    "a state not awaited, of chunks": (
+        CHUNKS, RACES,
+        Plant("state_prefill:_kernel", "is_chunk & (source >= 0)", "is_chunk & (source >= 99)"), HALVED,
+    ),
+    "a state overwritten while the row before leaves": (
+        CHUNKS, RACES,
+        Plant("state_prefill:_kernel", "make_room(begins, heads)", "None"), HALVED,
+    ),
+    "a state emptied while the row before leaves": (
+        EMPTIED, RACES,
+        Plant("state_prefill:_kernel", "make_room(chunk, group)", "None"), HALVED,
+    ),
+    "what leaves last not awaited, of chunks": (
+        CHUNKS, RACES,
+        Plant("state_prefill:_kernel", "number == total[0] * groups + STAGES - 2", "number < 0"), HALVED,
     ),
     "a state written over the one that is shared, after chunks": (
         CHUNKS, PLAIN,
