@@ -189,7 +189,7 @@ MISTAKES = {
         Plant(
             "_prefill_latent",
             "(row, first, last, stop, stop - first_token, at, role, count)",
-            "(row, first, last, stop, stop - first_token, start[row], role, count)",
+            "(row, first, last, stop, stop - first_token, rows.start[row], role, count)",
         ),
     ),
 }
