@@ -18,10 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from gpu_contenders import ours
-from gpu_states import LAYERS
+from gpu_states import LAYERS, make_batch
 from gpu_work import LATENT, LLAMA, Point, inputs
 
-from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.gpu import mixers
 
 # Kernels one by one, and none tuned: only they are looked at.
@@ -52,10 +51,9 @@ def make_arrays(name: str) -> tuple[Any, ...]:
         arrays = inputs(POINTS[name], 1)
         return arrays["q"], arrays["pools"][0], *(arrays[x] for x in ("tables", "lengths", "new"))
     layer, rows, tokens = STATES[name]
-    shape, key, row = LAYERS[layer], jax.random.key(0), jnp.arange(rows, dtype=jnp.int32)
+    shape, key = LAYERS[layer], jax.random.key(0)
     states = jax.random.normal(key, (rows + 1, *shape.state), jnp.float32)
-    batch = StateBatch(row + 1, 50 + tokens + 0 * row, tokens + 0 * row, None, row + 1)
-    return shape.arrays((rows, tokens), key) | {"states": states}, batch
+    return shape.arrays((rows, tokens), key) | {"states": states}, make_batch(rows, tokens)
 
 
 def main() -> None:

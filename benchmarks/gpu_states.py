@@ -98,6 +98,12 @@ def check_states(nth: int, interpret: Any) -> dict[str, Any]:
     return {"agrees": True}
 
 
+def make_batch(rows: int, tokens: int) -> StateBatch:
+    """Returns rows of so many tokens behind 50 others, each with a slot of its own."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    return StateBatch(row + 1, 50 + tokens + 0 * row, tokens + 0 * row, None, row + 1)
+
+
 def steps_of(
     shape: Shape, rows: int, tokens: int, interpret: Any
 ) -> Iterator[tuple[str, Callable[[], Contender]]]:  # fmt: skip
@@ -107,8 +113,7 @@ def steps_of(
     pools, expected = min(8, max(2, -(-int(IN_TURN) // size))), 2 * size / 2e12 + tokens * 1e-6 + 10e-6
     if interpret is not None:
         pools, expected = 1, 1.0
-    key, row = jax.random.key(0), jnp.arange(rows, dtype=jnp.int32)
-    batch = StateBatch(row + 1, 50 + tokens + 0 * row, tokens + 0 * row, None, row + 1)
+    key, batch = jax.random.key(0), make_batch(rows, tokens)
 
     def prepare(step: Callable[[dict[str, jax.Array]], Any]) -> Contender:
         step = jax.jit(step)  # traced and lowered once for all pools

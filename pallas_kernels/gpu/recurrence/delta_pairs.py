@@ -19,6 +19,7 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     PIECE,
     ROW,
     SQUARE,
+    await_outputs,
     columns,
     hold_zero,
     landing,
@@ -144,12 +145,10 @@ def relate_tokens(arrays: dict[str, jax.Array], chunks: jax.Array, interpret: In
             load_numbers(given["beta"].at[head], anew(token), anew(count), layout) for layout in (ROW, COLUMN)
         )
         lower = decay(multiply(interpret, SQUARE, (k_s, k_s.T))) * lines(beta, SQUARE)
-        plgpu.wait_smem_to_gmem(
-            0, wait_read_only=True
-        )  # of all that was written, which other squares take the place of
+        await_outputs()  # other squares take their place
         inverse = invert(jnp.where(distances() == 0, -1.0, lower))
         write(inverse * columns(beta_across, SQUARE), 0)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        await_outputs()
 
     def delta_rule_pairs(chunks_ref, *refs):  # the name that profiles and dumps show
         nth, head = (lax.axis_index(name) for name in ("chunk", "head"))

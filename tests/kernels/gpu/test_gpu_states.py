@@ -158,7 +158,7 @@ MISTAKES = {
     ),
     "delta chunks: keys overwritten while they leave": (
         "delta, chunks of one row", {"race"},
-        Plant("relate_tokens", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "", times=2),
+        Plant("relate_tokens", "await_outputs()", "", times=2),
     ),
     "delta chunks: all of the triangle in every join": (
         "delta, chunks of one row", {"wrong"},
