@@ -63,7 +63,7 @@ def find_sizes(name: str, op: str, call: Call) -> str | None:
 
 
 def _is_one_block(call: Call) -> bool:
-    """Tell whether a row is one block, as it is in the contiguous layout."""
+    """Tells whether a row is one block, as it is in the contiguous layout."""
     return call.batch.block_tables.shape[1] == 1
 
 

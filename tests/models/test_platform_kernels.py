@@ -29,7 +29,7 @@ def llama(head_dim=64, windows=(None, None), **fields):
     return DecoderConfig(head_dim=head_dim, windows=windows, ropes=ropes, attention_scale=head_dim**-0.5, **fields)
 
 
-def of_family(name, **fields):
+def parse_fixture(name, **fields):
     return config_reader.parse(json.loads((fixtures.DATA / name / "config.json").read_text()) | fields)
 
 
@@ -40,11 +40,11 @@ MODELS = {
     "llama": llama,
     "head_dim 80": lambda: llama(80),
     "windows and sinks": lambda: llama(windows=(24, None), sinks=True, attention_soft_cap=30.0),
-    "latent": lambda: of_family("deepseek_v3", **LATENT),
-    "chosen tokens": lambda: of_family(
+    "latent": lambda: parse_fixture("deepseek_v3", **LATENT),
+    "chosen tokens": lambda: parse_fixture(
         "deepseek_v32", **LATENT, index_topk=48, index_head_dim=96, mlp_layer_types=["dense"] * 3
     ),
-    "states": lambda: of_family("qwen3_next", **DELTA),
+    "states": lambda: parse_fixture("qwen3_next", **DELTA),
 }
 PLAIN = {name: (name, {}) for name in MODELS}
 STORED = {kind: ("llama", {"dtype": kind}) for kind in ("int8", "float8_e4m3fn", "int4")}
