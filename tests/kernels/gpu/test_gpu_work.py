@@ -167,7 +167,7 @@ def test_decode_items_are_even(new, window, wave):
     assert len(cut) <= most_cut and items[: len(cut), 7:11].tolist() == cut and (items[:, 11] == len(cut)).all()
     sizes = used[:, 2] - used[:, 1]
     fair = sizes.sum() / min(wave, work.MOST_ITEMS)
-    assert sizes.max() <= np.ceil(1.2 * fair)
+    assert sizes.max() <= np.ceil(1.1 * fair)  # 17 tiles for 15.5: of 16 there would be an item more than fill the chip
     assert len(items) <= 5 + 4 * wave
 
 
