@@ -23,7 +23,7 @@ from tpu_works import one_chip
 
 from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.tpu import mixers
-from pallas_kernels.tpu.state_decode import StateItems
+from pallas_kernels.tpu.recurrence.state_decode import StateItems
 from pallas_kernels.xla.convolution import causal_conv
 
 ROWS = 32

@@ -34,7 +34,7 @@ from pallas_kernels.tpu.pages import (
     page_tile,
     vector_bytes,
 )
-from pallas_kernels.tpu.state_decode import split
+from pallas_kernels.tpu.recurrence.state_decode import split
 from pallas_kernels.xla.index import select_tokens as stream_tokens
 
 QUERIES = 8  # of a tile, the rows of a register

@@ -10,7 +10,7 @@ from pallas_kernels.common.channel_groups import SUBLANES, has_channel_tiles
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding
 from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, sublanes, vector_bytes
-from pallas_kernels.tpu.state_decode import (
+from pallas_kernels.tpu.recurrence.state_decode import (
     StateTokens,
     decode_states,
     heads_of_item,
@@ -19,7 +19,7 @@ from pallas_kernels.tpu.state_decode import (
     update_delta,
     update_space,
 )
-from pallas_kernels.tpu.state_prefill import (
+from pallas_kernels.tpu.recurrence.state_prefill import (
     CHUNK,
     gather_tokens,
     list_chunks,

@@ -19,8 +19,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import pallas_kernels
-from pallas_kernels.tpu import state_decode
 from pallas_kernels.tpu.pages import VMEM_BYTES
+from pallas_kernels.tpu.recurrence import state_decode
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1", "four": "v6e:2x2"}
 ROWS = 32

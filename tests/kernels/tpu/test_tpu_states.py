@@ -17,7 +17,8 @@ from state_kernels import CASES, CHANNELS, CONVOLUTION, DELTA, SPACE, Mixing, ch
 
 import pallas_kernels
 from pallas_kernels import tpu
-from pallas_kernels.tpu import mixers, state_decode, state_prefill
+from pallas_kernels.tpu import mixers
+from pallas_kernels.tpu.recurrence import state_decode, state_prefill
 
 pytestmark = pytest.mark.timeout(240, method="thread")
 FOLDER = pathlib.Path(tpu.__file__).parent
@@ -471,7 +472,7 @@ def broken(tmp_path, monkeypatch, *plants):
     name = next(names)
     SOURCES.write_copy(tmp_path, name, *plants)
     monkeypatch.syspath_prepend(tmp_path)
-    found = importlib.import_module(f"{name}.state_decode")
+    found = importlib.import_module(f"{name}.recurrence.state_decode")
     monkeypatch.setattr(found, "ITEM_BYTES", TWO_HEADS)
     monkeypatch.setattr(found, "rows_of_block", lambda *_: 2)
     found = importlib.import_module(f"{name}.mixers")
