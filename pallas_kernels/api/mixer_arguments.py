@@ -1,4 +1,4 @@
-"""What the doors of mixers take: every check of a shape, a dtype or an option, each with its sentence."""
+"""What the doors of mixers take: checks shapes against the mixer's form, and dtypes, options and rows."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.common.state_batch import MixerCall, StateBatch
+from pallas_kernels.common.state_batch import MIXERS, MixerCall, MixerForm, StateBatch
 
 ACTIVATIONS = (None, "silu")
 SHAPES_ONLY = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -14,88 +14,84 @@ SHAPES_ONLY = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 def check_arguments(call: MixerCall, kinds: Any = (jax.Array, np.ndarray)) -> tuple[int, ...]:
     """Returns the token axes of a mixer's arrays. Raises ValueError for shapes, dtypes or options that do not fit."""
-    for name, x in call.arrays.items():
-        if x is None and name in ("bias", "D"):
-            continue
+    form = MIXERS[call.op]
+    given = {name: x for name, x in call.arrays.items() if x is not None or name not in form.optional}
+    for name, x in given.items():
         if not isinstance(x, kinds):
             raise ValueError(f"{name} must be an array, not {type(x).__name__}: convert it with jnp.asarray.")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating point, not {x.dtype}.")
-    checks = {"causal_conv": _check_conv, "gated_delta_rule": _check_delta, "state_space": _check_space}
-    return checks[call.op](call.arrays, call.options)
-
-
-def _check_conv(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[int, ...]:
-    axes = _token_axes("x", arrays["x"], "C", 1)
-    channels, weight = arrays["x"].shape[-1], arrays["weight"]
-    if weight.ndim != 2 or weight.shape[0] != channels or not weight.shape[1]:
-        raise ValueError(f"weight must be [{channels}, width], but its shape is {weight.shape}.")
-    taps, states = weight.shape[1] - 1, arrays["states"]
-    if states.ndim == 4 and states.shape[1] * states.shape[3] == channels:
-        _expect("states", states, ("slots", states.shape[1], taps, states.shape[3]))
-    elif states.ndim == 4:
+        if 0 in x.shape and name != "states" and name not in form.of_tokens:
+            raise ValueError(f"{name} must be [{form.arrays[name][0].replace(' ', ', ')}], not empty: {list(x.shape)}.")
+    if given[form.shown].ndim - form.inner not in (1, 2):
+        inner = ", ".join(form.arrays[form.shown][0].split()[1:])
         raise ValueError(
-            f"states must hold {channels} channels in equal groups, [slots, groups, {taps}, channels of a group], but "
-            f"its shape is {list(states.shape)}."
+            f"{form.shown} must be padded [S, T, {inner}] or packed [N, {inner}], but its shape is "
+            f"{given[form.shown].shape}."
         )
-    else:
-        _expect("states", states, ("slots", channels, taps))
-    if arrays["bias"] is not None:
-        _expect("bias", arrays["bias"], (channels,))
-    if options["activation"] not in ACTIVATIONS:
-        raise ValueError(f'activation must be None or "silu", not {options["activation"]!r:.99}.')
-    return axes
+    sizes: dict[str, int] = {}
+    for name, forms in form.arrays.items():
+        if name in given:
+            _match(name, given[name].shape, forms, call.token_axes, sizes)
+    if form.shared is not None:
+        _check_sharing(form, sizes[form.heads], sizes[form.shared])
+    if call.op == "causal_conv":
+        _check_groups(call.arrays["states"].shape, sizes["C"])
+    for name, option in call.options.items():
+        OPTIONS[name](option)
+    return call.token_axes
 
 
-def _check_delta(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[int, ...]:
-    axes = _token_axes("v", arrays["v"], "H, V", 2)
-    heads, width = arrays["v"].shape[-2:]
-    keys = arrays["k"].shape[-2:]
-    _expect("k", arrays["k"], (*axes, *(keys if len(keys) == 2 else ("heads", "K"))))
-    _expect("q", arrays["q"], (*axes, *keys))
-    if not keys[0] or heads % keys[0]:
-        raise ValueError(f"{heads} heads of v cannot share {keys[0]} heads of k: the first must be a multiple.")
-    gates = arrays["g"].shape
-    if gates not in ((*axes, heads), (*axes, heads, keys[1])):
+def _match(
+    name: str, shape: tuple[int, ...], forms: tuple[str, ...], token_axes: tuple[int, ...], sizes: dict[str, int]
+) -> None:
+    """Raises ValueError unless a shape has one of the forms of `MixerForm`. `sizes` are those of known axes; it takes
+    those of the others."""
+    allowed = []
+    for form in forms:
+        axes = form.removeprefix("... ").split()
+        wanted = [*(token_axes if form.startswith("...") else ()), *(_find_size(axis, sizes) for axis in axes)]
+        if len(wanted) == len(shape) and all(n == m or isinstance(m, str) for n, m in zip(shape, wanted, strict=True)):
+            sizes |= zip(axes, shape[len(shape) - len(axes) :], strict=True)
+            return
+        allowed.append(f"[{', '.join(map(str, wanted))}]")
+    raise ValueError(f"{name} must be {' or '.join(allowed)}, but its shape is {list(shape)}.")
+
+
+def _find_size(axis: str, sizes: dict[str, int]) -> int | str:
+    """Returns the size of an axis, `width` or `width-1`; its name where the size is not known."""
+    known, _, less = axis.partition("-")
+    return sizes[known] - int(less or 0) if known in sizes else axis
+
+
+def _check_sharing(form: MixerForm, heads: int, shared: int) -> None:
+    if not shared or heads % shared:
         raise ValueError(
-            f"g must have a gate for each of the {heads} heads, {[*axes, heads]}, or for each key channel, "
-            f"{[*axes, heads, keys[1]]}, but its shape is {list(gates)}."
+            f"{heads} heads of {form.shown} cannot share {shared} heads of {form.of_shared_heads[0]}: the first must "
+            "be a multiple."
         )
-    _expect("beta", arrays["beta"], (*axes, heads))
-    _expect("states", arrays["states"], ("slots", heads, keys[1], width))
-    scale = options["scale"]
+
+
+def _check_groups(states: tuple[int, ...], channels: int) -> None:
+    if len(states) == 4 and states[1] * states[3] != channels:
+        raise ValueError(
+            f"states must hold {channels} channels in equal groups, [slots, groups, {states[2]}, channels of a group], "
+            f"but its shape is {list(states)}."
+        )
+
+
+def _check_activation(activation: Any) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f'activation must be None or "silu", not {activation!r:.99}.')
+
+
+def _check_scale(scale: Any) -> None:
     is_number = isinstance(scale, int | float | np.integer | np.floating) and not isinstance(scale, bool)
     if not (scale is None or (is_number and np.isfinite(scale)) or (isinstance(scale, jax.Array) and not scale.shape)):
         raise ValueError(f"scale must be a finite number or a scalar array, not {scale!r:.99}.")
-    return axes
 
 
-def _check_space(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[int, ...]:
-    axes = _token_axes("x", arrays["x"], "H, P", 2)
-    heads, width = arrays["x"].shape[-2:]
-    groups = arrays["B"].shape[-2:]
-    _expect("dt", arrays["dt"], (*axes, heads))
-    _expect("A", arrays["A"], (heads,))
-    _expect("B", arrays["B"], (*axes, *(groups if len(groups) == 2 else ("G", "n"))))
-    _expect("C", arrays["C"], (*axes, *groups))
-    if not groups[0] or heads % groups[0]:
-        raise ValueError(f"{heads} heads of x cannot share {groups[0]} groups of B: the first must be a multiple.")
-    if arrays["D"] is not None and arrays["D"].shape not in ((heads,), (heads, width)):
-        raise ValueError(f"D must be [{heads}] or [{heads}, {width}], but its shape is {list(arrays['D'].shape)}.")
-    _expect("states", arrays["states"], ("slots", heads, width, groups[1]))
-    return axes
-
-
-def _token_axes(name: str, x: Any, inner: str, count: int) -> tuple[int, ...]:
-    if x.ndim - count not in (1, 2):
-        raise ValueError(f"{name} must be padded [S, T, {inner}] or packed [N, {inner}], but its shape is {x.shape}.")
-    return x.shape[: x.ndim - count]
-
-
-def _expect(name: str, x: Any, shape: tuple[Any, ...]) -> None:
-    """Raises ValueError unless an array has a shape; any size will do where a name stands."""
-    if x.ndim != len(shape) or any(n != m for n, m in zip(x.shape, shape, strict=True) if not isinstance(m, str)):
-        raise ValueError(f"{name} must be [{', '.join(map(str, shape))}], but its shape is {list(x.shape)}.")
+OPTIONS = {"activation": _check_activation, "scale": _check_scale}
 
 
 def check_batch(batch: StateBatch, states: Any, token_axes: tuple[int, ...]) -> None:

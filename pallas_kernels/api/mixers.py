@@ -4,7 +4,7 @@ import inspect
 
 from pallas_kernels.api.backends import Choice
 from pallas_kernels.api.mixer_dispatch import explain_call, run_call
-from pallas_kernels.common.state_batch import MixerCall, StateBatch
+from pallas_kernels.common.state_batch import MIXERS, MixerCall, StateBatch
 
 
 def causal_conv(
@@ -175,7 +175,6 @@ def explain_mixer(op: str, *, platform: str | None = None, implementation: str |
         rows["every"],
     )
     options = {name: arguments.pop(name, None) for name in ("activation", "scale") if name in names}
-    needed = {name for name, x in names.items() if x.default is x.empty} - {"slots", "lengths", "new"}
-    optional = {name: None for name in ("bias", "D") if name in names}
-    arrays = optional | arguments if needed <= set(arguments) else {}
+    form = MIXERS[op]
+    arrays = dict.fromkeys(form.optional) | arguments if set(form.arrays) <= {*form.optional, *arguments} else {}
     return explain_call(MixerCall(op, arrays, options, batch), implementation, platform)

@@ -52,18 +52,93 @@ class StateBatch(NamedTuple):
 
 
 class MixerForm(NamedTuple):
-    """What the arrays of a mixer are, as far as it is asked outside of its definition and its checks."""
+    """The arrays of a mixer, the one that shows the token axes first, and their axes, one letter or word each.
 
-    shown: str  # the array that shows the token axes
-    inner: int  # axes behind them, first heads or channels
-    unread: tuple[tuple[str, str], ...] = ()  # arrays that no state depends on, and what may stand for each of them
+    `...` are the token axes, of which the other axes stand behind. An array may have one of several forms. A mesh
+    divides the axis `heads`, and the fewer heads `shared` that those of `heads` share.
+    """
+
+    arrays: dict[str, tuple[str, ...]]
+    heads: str = "H"
+    shared: str | None = None
+    optional: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()  # no state depends on them
+
+    @property
+    def shown(self) -> str:
+        """The array that shows the token axes."""
+        return next(iter(self.arrays))
+
+    @property
+    def inner(self) -> int:
+        """How many axes it has behind them."""
+        return len(self.arrays[self.shown][0].split()) - 1
+
+    @property
+    def of_tokens(self) -> set[str]:
+        """The arrays that have token axes."""
+        return {name for name, (form, *_) in self.arrays.items() if form.startswith("...")}
+
+    @property
+    def fixed(self) -> set[str]:
+        """The arrays without token axes that states depend on."""
+        return set(self.arrays) - self.of_tokens - {"states", *self.unread}
+
+    @property
+    def of_shared_heads(self) -> list[str]:
+        """The arrays of fewer heads, which others share."""
+        return [name for name, (form, *_) in self.arrays.items() if self.shared in form.split()]
+
+    def find_stand_in(self, name: str) -> str | None:
+        """Returns an array of the same axes as one that is not read, if there is any."""
+        read = [other for other in self.arrays if other in self.of_tokens and other not in self.unread]
+        return next((other for other in read if self.arrays[other] == self.arrays[name]), None)
+
+    def find_heads(self, name: str, num_axes: int) -> int:
+        """Returns which axis of an array holds heads, or channels, behind `num_axes` token axes if it has these."""
+        found = next(i for i, axis in enumerate(self.arrays[name][0].split()) if axis in (self.heads, self.shared))
+        return found - 1 + num_axes if name in self.of_tokens else found
 
 
 # All mixers, by the names of their doors.
 MIXERS = {
-    "causal_conv": MixerForm("x", 1),
-    "gated_delta_rule": MixerForm("v", 2, unread=(("q", "k"),)),
-    "state_space": MixerForm("x", 2, unread=(("C", "B"),)),
+    "causal_conv": MixerForm(
+        {
+            "x": ("... C",),
+            "weight": ("C width",),
+            "bias": ("C",),
+            "states": ("slots C width-1", "slots groups width-1 channels"),
+        },
+        heads="C",
+        optional=("bias",),
+        unread=("weight", "bias"),
+    ),
+    "gated_delta_rule": MixerForm(
+        {
+            "v": ("... H V",),
+            "k": ("... h K",),
+            "q": ("... h K",),
+            "g": ("... H", "... H K"),
+            "beta": ("... H",),
+            "states": ("slots H K V",),
+        },
+        shared="h",
+        unread=("q",),
+    ),
+    "state_space": MixerForm(
+        {
+            "x": ("... H P",),
+            "dt": ("... H",),
+            "A": ("H",),
+            "B": ("... G n",),
+            "C": ("... G n",),
+            "D": ("H", "H P"),
+            "states": ("slots H P n",),
+        },
+        shared="G",
+        optional=("D",),
+        unread=("C", "D"),
+    ),
 }
 
 

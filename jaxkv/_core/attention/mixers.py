@@ -13,7 +13,6 @@ from jaxkv._core.attention.layer_call import is_layer
 from jaxkv._core.attention.plan import Step, check_plan, settle_cache, settle_tables
 from jaxkv._core.blocks.mixer_shards import run_on_mesh
 from jaxkv._core.blocks.slot_allocator import end_snapshots, snapshot_arguments
-from jaxkv._core.blocks.state_replay import select_fixed
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import show
 from jaxkv._core.state.head_rows import row_tables
@@ -309,7 +308,8 @@ def _open(
         slots, (apart, find) = found.slots, found.apart()
         target = jnp.where((slots.slots == NULL_SLOT) | _guessing(slots), -1, slots.slots)  # -1: not written
         longest = 1 if packed is not None else token_axes[-1]
-        recorded = record_inputs(found, slots, name, door.__name__, tokens, **select_fixed(options))
+        fixed = {label: x for label, x in options.items() if label in form.fixed}
+        recorded = record_inputs(found, slots, name, door.__name__, tokens, **fixed)
         y, states = run_on_mesh(door, apart[name], found.heads)(
             **arrays,
             **options,

@@ -17,10 +17,6 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxkv._core.state.sharding import WHOLE, head_spec, map_devices, replicate, reshard
 from pallas_kernels.common.state_batch import MIXERS
 
-TOKEN_ARRAYS = ("x", "q", "k", "v", "g", "beta", "dt", "B", "C")  # heads stand behind the token axes
-HEAD_ARRAYS = ("weight", "bias", "A", "D")  # heads, or channels, stand first
-SHARED = ("q", "k", "B", "C")  # of fewer heads, which others share
-
 
 def run_on_mesh(door: Callable[..., Any], states: jax.Array, axis: str | None) -> Callable[..., Any]:
     """Returns a mixer that runs on each device of the states' mesh with its own heads; on one device, and inside a
@@ -45,11 +41,9 @@ def run_on_mesh(door: Callable[..., Any], states: jax.Array, axis: str | None) -
         front, specs = arrays[form.shown].ndim - form.inner, dict.fromkeys(arrays, WHOLE)
         if divided:
             assert axis is not None
-            specs |= {name: head_spec(front, axis) for name in TOKEN_ARRAYS if name in arrays}
-            specs |= {name: head_spec(0, axis) for name in HEAD_ARRAYS if name in arrays} | {
-                "states": head_spec(1, axis)
-            }
-            arrays |= {name: _repeat(arrays[name], front, count) for name in SHARED if name in arrays}
+            at = {name: form.find_heads(name, front) for name in form.arrays if name in arrays}
+            specs |= {name: head_spec(place, axis) for name, place in at.items()}
+            arrays |= {name: _repeat(arrays[name], at[name], count) for name in form.of_shared_heads}
         y = specs[form.shown]
         return _run(
             arrays, door=door, static=static, specs=tuple(specs.items()), out_specs=(y, specs["states"]), mesh=mesh

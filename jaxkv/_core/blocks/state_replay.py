@@ -16,13 +16,6 @@ from jaxkv._core.state.state import BlockTables
 from jaxkv._core.state.state_slots import NULL_SLOT, MixerInputs, StateLayer, StateSlots, name_inputs
 from pallas_kernels.common.state_batch import MIXERS
 
-FIXED = ("A",)  # arguments of mixers without token axes that a state depends on
-
-
-def select_fixed(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns those of a mixer's options that its states depend on."""
-    return {name: x for name, x in options.items() if name in FIXED}
-
 
 def take_in(cache: Cache, before: jax.Array, kept: jax.Array, longest: int) -> Cache:
     """Ends a step of guesses: its rows take the first `kept` i32[S] of their tokens into their states.
@@ -70,8 +63,9 @@ def _replay(
     arrays: dict[str, Any] = padded | inputs.fixed
     if inputs.mixer == "causal_conv":
         arrays["weight"] = jnp.zeros((padded["x"].shape[-1], states.shape[2] + 1), padded["x"].dtype)
-    # Queries have no part in a state; the output is dropped.
-    arrays |= {name: arrays[other] for name, other in MIXERS[inputs.mixer].unread}
+    # No state depends on what stands in for these; the output is dropped.
+    form = MIXERS[inputs.mixer]
+    arrays |= {name: arrays[other] for name in form.unread if (other := form.find_stand_in(name)) is not None}
     door = getattr(pallas_kernels, inputs.mixer)
     _, changed = run_on_mesh(door, states, layer.heads)(
         **arrays,
