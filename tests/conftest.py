@@ -4,13 +4,13 @@ import gc
 import os
 import pathlib
 
-from nightly import NIGHTLY, is_named
+from nightly import NIGHTLY, compiles_for_cpus, is_named
 
 # Most of the time went into the machine code of small programs that run once. By day LLVM does little for it; what is
 # fused, aliased and copied, which tests read from compiled programs, XLA decides before. Nor is a program cut into
-# parts for threads, when all cores have a process of tests. By night nothing is spared. What is given from outside
-# comes later, and wins.
-if not NIGHTLY:
+# parts for threads, when all cores have a process of tests. By night nothing is spared, nor where an accelerator's
+# plug-in may compile by these flags too. What is given from outside comes later, and wins.
+if not NIGHTLY and compiles_for_cpus():
     spared = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] = f"{spared} --xla_cpu_parallel_codegen_split_count=1 {os.environ.get('XLA_FLAGS', '')}"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
