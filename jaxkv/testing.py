@@ -95,7 +95,7 @@ def permute_blocks(cache: Cache, seed: int = 0) -> Cache:
     pools, groups = list(cache.pools), []
     for group, t in enumerate(cache.tables):
         order = np.arange(t.refcounts.shape[0], dtype=np.int32)
-        for own in np.split(list_blocks(t), t.parts):
+        for own in np.split(list_blocks(t), t.num_shards):
             order[own] = rng.permutation(own)
         new_id = jnp.asarray(order)
 

@@ -302,7 +302,7 @@ class BlockFiles:
 def _parts(config: CacheConfig, layer: int) -> dict[str, Part]:
     """Returns dtype and shape of a layer's data in a block, by the fields of a `Pool`."""
     names = ("kv", "scale", "bounds", "index", "index_scale")
-    fields = zip(names, config.part_dtypes(layer), config.part_shapes(layer), strict=True)
+    fields = zip(names, config.array_dtypes(layer), config.array_shapes(layer), strict=True)
     return {field: (dtype, shape[1:]) for field, dtype, shape in fields if shape is not None}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv._core.blocks.reblock import (
     BlockPlan,
-    HeldBlocks,
+    GroupRows,
     TokensGone,
     clear_unused,
     describe_lack,
@@ -232,20 +232,20 @@ def lay_blocks(tensors: Mapping[str, np.ndarray], config: CacheConfig, layer: in
     return Pool.bundle(config.form(layer).pack(found.pop("layer"), axis=1), **found)
 
 
-def held_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group: int, rows: np.ndarray) -> HeldBlocks:
+def held_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group: int, rows: np.ndarray) -> GroupRows:
     """Returns the tokens that saved rows hold in a group's layers."""
     number = len(saved.lengths)
     lines = np.concatenate([rows + head * number for head in range(saved.config.group_heads[group])])
     tables, both = tensors[f"tables.{group}"], tensors.get(f"held.{group}")
     if both is None:
-        return HeldBlocks(tables[lines], tensors["lengths"][lines])
-    return HeldBlocks(tables[lines], both[0, lines], both[1, lines])
+        return GroupRows(tables[lines], tensors["lengths"][lines])
+    return GroupRows(tables[lines], both[0, lines], both[1, lines])
 
 
 def _fit(
     path: pathlib.Path,
     saved: SavedCache,
-    held: list[HeldBlocks],
+    held: list[GroupRows],
     source: np.ndarray,
     config: CacheConfig,
     free: Sequence[Any],

@@ -44,7 +44,7 @@ class SavedShards:
                 "A cache on several processes can be saved where it is divided over KV heads alone, but this one is "
                 "divided over contexts: send its rows to a cache that is not, and save that."
             )
-        if any(p is not None and p.parts > 1 for p in cache.pools):
+        if any(p is not None and p.num_shards > 1 for p in cache.pools):
             raise ValueError(
                 "A cache on several processes can be saved where blocks hold all heads, but this one's have one: give "
                 'the layers evict="layer", or send its rows to a cache of one process, and save that.'

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv._core.blocks.reblock import BlockPlan, clear_unused, find_held, gather_slots, reblock
+from jaxkv._core.blocks.reblock import BlockPlan, clear_unused, find_group_rows, gather_slots, reblock
 from jaxkv._core.blocks.restore import pool_layers
 from jaxkv._core.blocks.row_snapshots import RowSnapshots, read_row_snapshots
 from jaxkv._core.blocks.slot_allocator import take_states
@@ -43,7 +43,7 @@ class RowsToSave:
         lengths = [np.asarray(shard.lengths)[r] for shard, r in zip(self.caches, own, strict=True)]
         self.lengths = np.concatenate(lengths)[order].astype(np.int32)
         for g in range(len(config.groups)):
-            held = [find_held(t[g], config, g, r) for t, r in zip(tables, own, strict=True)]
+            held = [find_group_rows(t[g], config, g, r) for t, r in zip(tables, own, strict=True)]
             plans = [
                 reblock(
                     rows_held.tables, rows_held.lengths, size, self.block_size,

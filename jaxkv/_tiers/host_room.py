@@ -88,12 +88,12 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
         granted &= (end - skips[-1] <= group_tables.tables.shape[1]).reshape(-1, number).all(axis=0)
     entries = [e.skip(skipped[e.line]) for e, skipped in zip(entries, skips, strict=True)]
     parts = [
-        find_block_shard(e, count.shape[0], there.shape[0], group_tables.parts)
+        find_block_shard(e, count.shape[0], there.shape[0], group_tables.num_shards)
         for e, count, there, group_tables in zip(entries, counts, held, cache.tables, strict=True)
     ]
     if config.contiguous:
         taken = [jnp.zeros(there.shape, bool) for there in held]
-        needs = [jnp.zeros((group_tables.parts, number), jnp.int32) for group_tables in cache.tables]
+        needs = [jnp.zeros((group_tables.num_shards, number), jnp.int32) for group_tables in cache.tables]
     else:
         granted, taken, needs = grant_shared_rows(cache.tables, entries, held, parts, granted)
     refused, wanted = ~granted, jnp.where(sensible | too_long, lengths, -1)
@@ -119,7 +119,7 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
             group_tables = put_entries(group_tables, e, line, jnp.where(taken[group], block, held[group]), taken[group])
             targets.append(block)
         needed = jnp.stack([map_to_rows(jnp.where(too_long, TOO_LONG, need), refused) for need in needs[group]])
-        needed = needed[0] if group_tables.parts == 1 else needed
+        needed = needed[0] if group_tables.num_shards == 1 else needed
         group_tables = mark_failed(group_tables, map_to_rows(refused, refused), map_to_rows(wanted, refused), needed)
         seen = jnp.tile(lengths, heads)
         kept = seen if left[group] is None else left[group]
@@ -140,7 +140,7 @@ def are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
     """Returns `bool[n]`: which rows exist, are empty, and are named for the first time."""
     inside = (rows >= 0) & (rows < cache.lengths.shape[0])
     at = jnp.where(inside, rows, 0)
-    blocks = sum_rows(cache.tables[0].held, cache.config)
+    blocks = sum_rows(cache.tables[0].num_blocks_per_row, cache.config)
     held = jnp.zeros(rows.shape, bool) if cache.config.contiguous else blocks[at] > 0
     named_before = jnp.any(jnp.tril(rows[:, None] == rows[None], -1), axis=1)
     return inside & (cache.lengths[at] == 0) & ~held & ~named_before

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.block_copy import put, put_group, read_group
-from jaxkv._core.blocks.reblock import HeldBlocks
+from jaxkv._core.blocks.reblock import GroupRows
 from jaxkv._core.blocks.row_snapshots import put_row_snapshots, read_row_snapshots
 from jaxkv._core.blocks.slot_allocator import place_states, put_row_states, take_states
 from jaxkv._core.blocks.tables import free
@@ -178,7 +178,7 @@ def _pick_parts(parts: list[Pool | None], order: jax.Array | None, layer: int) -
 
 
 def make_host(
-    config: CacheConfig, lengths: np.ndarray, held: Sequence[HeldBlocks], parts: Sequence[Pool | None], states: Any
+    config: CacheConfig, lengths: np.ndarray, held: Sequence[GroupRows], parts: Sequence[Pool | None], states: Any
 ) -> HostBlocks:
     """Returns rows of `lengths` tokens as `swap_in` takes them.
 

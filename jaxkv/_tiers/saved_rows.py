@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._core.blocks.reblock import BlockPlan, HeldBlocks, TokensGone, fill_blocks, fit
+from jaxkv._core.blocks.reblock import BlockPlan, GroupRows, TokensGone, fill_blocks, fit
 from jaxkv._core.blocks.restore import pool_layers
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.state import Pool
@@ -72,7 +72,7 @@ def _read(
     tensors: Mapping[str, np.ndarray],
     config: CacheConfig,
     length: int,
-    held: list[HeldBlocks],
+    held: list[GroupRows],
     plans: dict[int, BlockPlan],
     states: tuple[dict[str, np.ndarray] | None, ...],
 ) -> HostBlocks:
@@ -80,7 +80,7 @@ def _read(
     for layer in pool_layers(config):
         # One row's blocks come in the order of its table.
         found = lay_blocks(tensors, config, layer, plans[layer].padded)
-        pairs = zip(found.arrays, config.part_shapes(layer), strict=True)
+        pairs = zip(found.arrays, config.array_shapes(layer), strict=True)
         widened = (x if x is None or shape is None else _pad_blocks(x, shape[1:]) for x, shape in pairs)
         parts[layer] = Pool.bundle(*widened)
     return make_host(config, np.array([length]), held, parts, states)

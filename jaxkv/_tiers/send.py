@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.block_copy import pad_size, read_blocks, read_group
-from jaxkv._core.blocks.reblock import BlockPlan, HeldBlocks, TokensGone, describe_lack, fill_blocks, find_held, fit
+from jaxkv._core.blocks.reblock import (
+    BlockPlan,
+    GroupRows,
+    TokensGone,
+    describe_lack,
+    fill_blocks,
+    find_group_rows,
+    fit,
+)
 from jaxkv._core.blocks.restore import empty_rows, layer_facts, put_rows
 from jaxkv._core.blocks.row_snapshots import put_row_snapshots, read_row_snapshots
 from jaxkv._core.blocks.slot_allocator import place_states, put_row_states, take_states
@@ -90,7 +98,7 @@ def send(cache: Cache, rows: Any, *, to: Cache | str, at: Any = None) -> Cache |
         raise ValueError(f"at must name {len(source)} rows, one for each that is sent, not {len(target)}.")
     lengths = np.asarray(cache.lengths)[source]
     groups = cache.config.groups
-    held = [find_held(tables, cache.config, g, source) for g, tables in enumerate(jax.device_get(cache.tables))]
+    held = [find_group_rows(tables, cache.config, g, source) for g, tables in enumerate(jax.device_get(cache.tables))]
     plans = _fit(cache, source, held, to, target)
     if not len(source):
         return to
@@ -193,7 +201,7 @@ def _check_layers(cache: Cache, to: Cache) -> None:
 
 
 def _fit(
-    cache: Cache, source: np.ndarray, held: list[HeldBlocks], to: Cache, target: np.ndarray
+    cache: Cache, source: np.ndarray, held: list[GroupRows], to: Cache, target: np.ndarray
 ) -> dict[int, BlockPlan]:
     """Returns the blocks that the rows need in each layer. Raises if they do not fit, as far as is known before their
     blocks are compared with those of `to`."""

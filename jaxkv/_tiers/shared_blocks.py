@@ -162,7 +162,7 @@ def grant_shared_rows(
             for e, there, already in zip(entries, held, taken, strict=True)
         ]  # fmt: skip
         needs = [
-            jnp.zeros(tables.parts, jnp.int32).at[part].add(new.astype(jnp.int32))
+            jnp.zeros(tables.num_shards, jnp.int32).at[part].add(new.astype(jnp.int32))
             for tables, part, new in zip(groups, parts, fresh, strict=True)
         ]
         fits = jnp.stack([jnp.all(need <= left) for need, left in zip(needs, free, strict=True)]).all()
@@ -185,12 +185,12 @@ def find_block_shard(entries: Entries, num_lines: int, num_blocks: int, parts: i
 
 def take_shared_blocks(tables: BlockTables, taken: jax.Array, part: jax.Array) -> tuple[BlockTables, jax.Array]:
     """Returns tables with a free block allocated for each of `taken` bool[B], and `i32[B]`: these blocks."""
-    of_part = taken[None] & (part[None] == jnp.arange(tables.parts, dtype=jnp.int32)[:, None])
+    of_part = taken[None] & (part[None] == jnp.arange(tables.num_shards, dtype=jnp.int32)[:, None])
     rank = jnp.cumsum(of_part, axis=1, dtype=jnp.int32)
     at = jnp.where(of_part, rank, 0).sum(axis=0, dtype=jnp.int32) - 1 + jnp.atleast_1d(first_free(tables))[part]
     block = jnp.where(taken, tables.free_list.at[at].get(mode="fill", fill_value=NULL_BLOCK), NULL_BLOCK)
     count = rank[:, -1]
-    return mark_taken(tables, count[0] if tables.parts == 1 else count), block
+    return mark_taken(tables, count[0] if tables.num_shards == 1 else count), block
 
 
 def put_entries(

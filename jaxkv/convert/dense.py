@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.blocks.reblock import HeldBlocks, gather_slots, reblock
+from jaxkv._core.blocks.reblock import GroupRows, gather_slots, reblock
 from jaxkv._core.blocks.restore import pool_layers, put_rows
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
@@ -85,7 +85,7 @@ def from_dense(
         init(config),
         np.arange(rows),
         lengths,
-        [HeldBlocks(plan.tables, lengths) for plan in plans],
+        [GroupRows(plan.tables, lengths) for plan in plans],
         read,
         in_place=True,
     )

@@ -50,10 +50,10 @@ def assert_sees_the_same(cache, *num_tokens):
 def test_first_tokens_stay_and_what_lies_between_is_given_back():
     cache = first_and_window()
     # Of 45 tokens two blocks of first ones, then the blocks of positions 40 to 44.
-    assert extend(cache, counts(0, 0, 0)).tables[0].held.tolist() == [1, 4, 4]
+    assert extend(cache, counts(0, 0, 0)).tables[0].num_blocks_per_row.tolist() == [1, 4, 4]
     cache = assert_sees_the_same(cache, 1, 9, 1)
     cache = assert_sees_the_same(cache, 9, 0, 1)
-    assert cache.tables[1].held.tolist() == [4, 7, 12]
+    assert cache.tables[1].num_blocks_per_row.tolist() == [4, 7, 12]
     assert [cache.config.row_blocks(0, n) for n in (4, 12, 60)] == [1, 3, 5]
     (k, _), (whole, _) = (jaxkv.gather(cache, 2, layer=layer) for layer in range(2))
     assert not np.asarray(k[8:36]).any()

@@ -113,7 +113,7 @@ def test_everything_is_as_on_one_device(config, count, kind):
             np.testing.assert_allclose(np.asarray(actual), np.asarray(wanted), atol=2e-6)
         jaxkv.check(cache), jaxkv.check_invariants(cache)
         pool = cache.pools[-1 if config is CONFIG else 1]
-        assert pool.parts == count and pool.kv.addressable_shards[0].data.nbytes * count == pool.kv.nbytes
+        assert pool.num_shards == count and pool.kv.addressable_shards[0].data.nbytes * count == pool.kv.nbytes
         assert jax.tree.structure(specs) == jax.tree.structure(cache)
         for x, spec in zip(jax.tree.leaves(cache), jax.tree.leaves(specs), strict=True):
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)

@@ -54,7 +54,7 @@ def step(cache, q, kv, counts):
 @fast_to_compile
 def look(cache):
     """What can be seen of a cache, whatever columns its tables have."""
-    held = [(t.lengths, t.new, t.failed, t.num_free, t.held, t.kept) for t in cache.tables]
+    held = [(t.lengths, t.new, t.failed, t.num_free, t.num_blocks_per_row, t.kept) for t in cache.tables]
     return held, [cache.combined(layer) for layer in range(cache.num_layers)]
 
 

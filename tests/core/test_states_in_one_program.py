@@ -9,7 +9,7 @@ import numpy as np
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._core.blocks.slot_allocator import held_snapshots
+from jaxkv._core.blocks.slot_allocator import find_snapshots
 
 ROWS, PLACES, LONGEST, WIDTH = 4, 3, 16, 3
 COUNT = 10_000  # operations of a run
@@ -82,7 +82,7 @@ def run(cache, operations, is_packed):
             ],
             cache, *arguments,
         )  # fmt: skip
-        slots, held = cache.state_slots.slots, held_snapshots(cache)
+        slots, held = cache.state_slots.slots, find_snapshots(cache)
         state, conv = (cache.states[i] for i in find_layers(cache.config))
         marks = jnp.zeros((ROWS, 0), bool) if held is None else held > 0
         return cache, (cache.lengths, cache.failed, state["state"][slots, 0, 0, 0], conv["conv"][slots, 0], marks)

@@ -104,7 +104,7 @@ def test_a_row_holds_its_window_and_the_step(window, block_size, chunk):
     bound = math.ceil(window / block_size) + (1 if chunk == 1 else 1 + math.ceil(chunk / block_size))
     for _ in range(60 // chunk):
         cache = extend(cache, counts(chunk))
-        most = max(most, int(cache.tables[0].held[0]))
+        most = max(most, int(cache.tables[0].num_blocks_per_row[0]))
         jaxkv.check_invariants(cache)
     assert not cache.failed.any()
     assert most <= bound
@@ -176,10 +176,10 @@ def test_memory_of_five_local_layers_to_a_global_one():
 
 def test_rows_that_are_not_in_the_step_give_back_too():
     cache, *_ = grown((20, 20, 7), chunk=20)
-    assert cache.tables[0].held.tolist() == [5, 5, 2]
+    assert cache.tables[0].num_blocks_per_row.tolist() == [5, 5, 2]
     cache = extend(cache, counts(0, 1, 0))
-    assert cache.tables[0].held.tolist() == [2, 3, 2]  # positions 15.., 15.. and one more block, 2..
-    assert cache.tables[1].held.tolist() == [5, 6, 2]
+    assert cache.tables[0].num_blocks_per_row.tolist() == [2, 3, 2]  # positions 15.., 15.. and one more block, 2..
+    assert cache.tables[1].num_blocks_per_row.tolist() == [5, 6, 2]
     jaxkv.check_invariants(cache)
 
 
@@ -202,7 +202,7 @@ def test_a_row_refused_in_one_group_takes_nothing_in_the_other():
     assert (cache.lengths.tolist(), cache.failed.tolist()) == ([0, 5, 0], [True, False, False])
     cache = jaxkv.init(make_config(group_blocks=(6, 2)))
     cache = jaxkv.reserve(cache, counts(12, 5, 0))
-    assert cache.failed.tolist() == [True, False, False] and cache.tables[0].held.tolist() == [0, 2, 0]
+    assert cache.failed.tolist() == [True, False, False] and cache.tables[0].num_blocks_per_row.tolist() == [0, 2, 0]
 
 
 # Contents.
@@ -409,7 +409,7 @@ def test_from_blocks_with_windows():
     assert_same(jaxkv.gather(cache, 0, layer=0)[0], dense)
     cache = extend(cache, counts(1, 1))
     jaxkv.check_invariants(cache)
-    assert [t.held.tolist() for t in cache.tables] == [[2, 1], [4, 1]]
+    assert [t.num_blocks_per_row.tolist() for t in cache.tables] == [[2, 1], [4, 1]]
     assert_same(jaxkv.gather(cache, 0, layer=0)[0][8:14], dense[8:])
 
 
@@ -438,7 +438,7 @@ def test_models_generate_the_same_with_windows_that_give_back(name):
     held = []
     for index, token in engine.stream(prompts, 12):
         outputs[index].append(token)
-        held.append(int(engine.cache.tables[0].held.max()))
+        held.append(int(engine.cache.tables[0].num_blocks_per_row.max()))
     jaxkv.check_invariants(engine.cache)
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         assert engine.recompute(prompt, output, index=i) == output

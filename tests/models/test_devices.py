@@ -94,8 +94,8 @@ def test_the_same_tokens_of_rows_that_give_tokens_up(budget):
         for _ in engine.run():
             pass
         jaxkv.check_invariants(engine.cache)
-        parts = max(t.parts for t in engine.cache.tables)
-        assert engine.cache.blocks_in_use == 0 and parts == (1 if mesh is None else 2)
+        num_shards = max(t.num_shards for t in engine.cache.tables)
+        assert engine.cache.blocks_in_use == 0 and num_shards == (1 if mesh is None else 2)
         tokens.append([request.tokens for request in requests])
     assert tokens[0] == tokens[1]
 

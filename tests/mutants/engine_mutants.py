@@ -261,7 +261,7 @@ MUTANTS = {
         "test_a_mesh_with_an_axis_for_contexts_alone",
         Plant(
             "read_contents",
-            "dataclasses.replace(found[layer], heads=None, context=None, parts=1)",
+            "dataclasses.replace(found[layer], heads=None, context=None, num_shards=1)",
             "dataclasses.replace(found[layer], heads=None)",
         ),
     ),

@@ -301,7 +301,8 @@ def test_where_a_row_goes_on_is_worth_less_than_where_none_does():
     for _ in range(4):
         server.compute(1, 4)
     assert server.prefix.known([*running, 1]) == 20
-    server.cache = server.prefix.make_room(server.cache, [60 - 2 - int(server.cache.tables[0].held[1]), 0])
+    own = int(server.cache.tables[0].num_blocks_per_row[1])
+    server.cache = server.prefix.make_room(server.cache, [60 - 2 - own, 0])
     assert (server.prefix.known([*idle, 1]), server.prefix.known([*running, 1])) == (24, 0)
 
 

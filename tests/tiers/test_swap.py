@@ -137,8 +137,8 @@ def test_into_another_cache(fields):
 
 def test_a_row_that_has_left_its_window_behind():
     cache = filled((9, 0, 0), (9, 0, 0), (9, 0, 0))
-    held = int(cache.tables[1].held[0])
-    assert held < cache.tables[0].held[0] == 7
+    held = int(cache.tables[1].num_blocks_per_row[0])
+    assert held < cache.tables[0].num_blocks_per_row[0] == 7
     before = row_of(cache, 0)
     out, host = jaxkv.swap_out(cache, 0)
     assert [c.tolist() for c in host.count] == [[7], [held]] and host.first[1].tolist() == [7 - held]
@@ -156,7 +156,7 @@ def test_shared_blocks_return_shared():
     back = jaxkv.swap_in(out, [0, 1], host)
     jaxkv.check_invariants(back)
     assert_same([row_of(back, 0), row_of(back, 1)], [before, before])
-    assert back.tables[0].held.tolist() == [3, 3, 2] and back.tables[0].num_free == 14 - 6
+    assert back.tables[0].num_blocks_per_row.tolist() == [3, 3, 2] and back.tables[0].num_free == 14 - 6
     assert [len(blocks) for blocks in host.blocks if blocks is not None] == [4, 4], "moved once"
 
 

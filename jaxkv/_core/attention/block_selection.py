@@ -86,17 +86,17 @@ def block_bounds(
         pool = cache.layer(layer).pool
         if bounds is None and pool.bounds is not None:
             entries = take_entries(cache, layer, block)
-            held = (entries != 0) & (block * size < tables.lengths[:, None])
+            is_used = (entries != 0) & (block * size < tables.lengths[:, None])
             found = cache.layer(layer)
             blocks = entries if found.place is None else entries + found.place * (tables.num_blocks + 1)
-            arguments = (pool, blocks, held)
+            arguments = (pool, blocks, is_used)
             both = run_on_shards(pool, read_bounds, arguments, (POOL, WHOLE, WHOLE), head_spec(3))
             return BlockBounds(both[:, :, 0], both[:, :, 1])
         keys = cache.read(layer, row[:, :, None], position)[0].astype(jnp.float32)
         stored, _ = cache.slots(row[:, :, None], position, layer=layer)
-        held = (stored != 0)[..., None, None]
+        is_held = (stored != 0)[..., None, None]
         low, high = (
-            jnp.where(held.any(axis=2), reduce(jnp.where(held, keys, other), axis=2), jnp.float32(0))
+            jnp.where(is_held.any(axis=2), reduce(jnp.where(is_held, keys, other), axis=2), jnp.float32(0))
             for reduce, other in ((jnp.min, jnp.float32(jnp.inf)), (jnp.max, jnp.float32(-jnp.inf)))
         )
         if bounds is None:

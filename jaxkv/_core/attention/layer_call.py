@@ -60,13 +60,13 @@ def make_call(
     `query_lens` (one for each of the table's rows, all heads) and `query_starts` are of queries that are another
     sequence's; default: the step's own.
     """
-    part = find_head_shard(layer.pool)
-    if part is not None:
+    shard = find_head_shard(layer.pool)
+    if shard is not None:
         fields: dict[str, Any] = {name: getattr(layer.tables, name) for name in HEAD_ROW_FIELDS}
-        fields = {name: x if x is None else part.lines(x) for name, x in fields.items()}
-        fields["tables"] = part.own(fields["tables"])
+        fields = {name: x if x is None else shard.lines(x) for name, x in fields.items()}
+        fields["tables"] = shard.own(fields["tables"])
         layer = dataclasses.replace(layer, tables=dataclasses.replace(layer.tables, **fields))
-        query_lens = None if query_lens is None else part.first(query_lens)
+        query_lens = None if query_lens is None else shard.first(query_lens)
     call = LayerCall(layer=layer, step=step, query_lens=layer.tables.new if query_lens is None else query_lens, **rest)
     if call.tokens.ndim == 4:
         return call

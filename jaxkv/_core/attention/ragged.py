@@ -168,11 +168,11 @@ def _check_holes(name: str, x: np.ndarray, max_seqs: int | None) -> None:
         if ids.size and ids.max() > (max_seqs or 0):
             raise ValueError(f"segment_ids go up to {ids.max()}, but max_seqs is {max_seqs}.")
         return
-    held = x != (-1 if name == "positions" else 0)
-    begins = held & ~np.pad(held, ((0, 0), (1, 0)))[:, :-1]
+    is_token = x != (-1 if name == "positions" else 0)
+    begins = is_token & ~np.pad(is_token, ((0, 0), (1, 0)))[:, :-1]
     rows = np.flatnonzero(begins.sum(axis=1) > 1)
     if name == "positions":
-        steps = held[:, 1:] & held[:, :-1] & (np.diff(x, axis=1) != 1)
+        steps = is_token[:, 1:] & is_token[:, :-1] & (np.diff(x, axis=1) != 1)
         rows = np.union1d(rows, np.flatnonzero(steps.any(axis=1)))
     if name == "segment_ids":
         several = [r for r, ids in enumerate(x) if len(set(ids[ids != 0].tolist())) > 1]

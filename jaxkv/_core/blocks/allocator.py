@@ -47,7 +47,7 @@ def take_blocks(tables: BlockTables, count: jax.Array, at: jax.Array | None = No
     next_free = repeat_for_shards(first_free(tables), tables)
     # A row's new blocks are consecutive in the free list. Each row fetches a slice of table width, aligned so that its
     # first new block falls on its first unused column.
-    windows = next_free + _cumsum(count, tables.parts) - count - end + width
+    windows = next_free + _cumsum(count, tables.num_shards) - count - end + width
     free_list = jnp.pad(tables.free_list, width)
     fresh = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(free_list, start, width))(windows)
     column = jnp.arange(width, dtype=jnp.int32)[None]
@@ -64,9 +64,9 @@ def mark_taken(tables: BlockTables, count: jax.Array) -> BlockTables:
 
 def pick_free_blocks(tables: BlockTables, taken: jax.Array) -> jax.Array:
     """Returns a free block wherever `taken` bool[S, M] is True, else the null block. The blocks stay marked as free."""
-    at = _cumsum(taken.ravel(), tables.parts).reshape(taken.shape) - 1
+    at = _cumsum(taken.ravel(), tables.num_shards).reshape(taken.shape) - 1
     next_free = first_free(tables)
-    at += next_free if tables.parts == 1 else repeat_for_shards(next_free, tables)[:, None]
+    at += next_free if tables.num_shards == 1 else repeat_for_shards(next_free, tables)[:, None]
     return jnp.where(taken, tables.free_list.at[at].get(mode="fill", fill_value=NULL_BLOCK), NULL_BLOCK)
 
 
@@ -80,9 +80,9 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
     if kept is not None:
         left += (kept != 0).astype(jnp.int32) - (tables.kept != 0).astype(jnp.int32)
     freed = (left == 0).at[NULL_BLOCK].set(False)
-    rank, next_free = _cumsum(freed, tables.parts), first_free(tables)
-    if tables.parts > 1:
-        next_free = jnp.repeat(next_free, freed.shape[0] // tables.parts)
+    rank, next_free = _cumsum(freed, tables.num_shards), first_free(tables)
+    if tables.num_shards > 1:
+        next_free = jnp.repeat(next_free, freed.shape[0] // tables.num_shards)
     block = jnp.arange(freed.shape[0], dtype=jnp.int32)
     place = jnp.where(freed, next_free - rank, tables.num_blocks + block)  # past the end: dropped
     return dataclasses.replace(
@@ -92,7 +92,7 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
         refcounts=left + freed.astype(jnp.int32),
         kept=tables.kept if kept is None else kept,
         free_list=jnp.asarray(tables.free_list).at[place].set(block, mode="drop", unique_indices=True),
-        num_free=tables.num_free + (rank[-1] if tables.parts == 1 else rank.reshape(tables.parts, -1)[:, -1]),
+        num_free=tables.num_free + (rank[-1] if tables.num_shards == 1 else rank.reshape(tables.num_shards, -1)[:, -1]),
     )
 
 
@@ -102,19 +102,19 @@ def free_leading_blocks(tables: BlockTables, first: jax.Array, sink_blocks: int 
     Most steps have none to free, and then nothing runs.
     """
     column, end = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None], tables.end
-    first_held = end - tables.held
+    first_column = end - tables.num_blocks_per_row
     if sink_blocks:
-        first_held += jnp.minimum(end, sink_blocks)
+        first_column += jnp.minimum(end, sink_blocks)
     State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
     def more(state: State) -> jax.Array:
         dropped, *_ = state
-        return jnp.any(first_held + dropped < first)
+        return jnp.any(first_column + dropped < first)
 
     def drop(state: State) -> State:
         """Drops one block of each row that has one to drop."""
         dropped, refcounts, free_list, num_free = state
-        at = first_held + dropped
+        at = first_column + dropped
         block = jnp.take_along_axis(tables.tables, jnp.minimum(at, column.size - 1)[:, None], axis=1)[:, 0]
         block = jnp.where(at < first, block, tables.num_blocks + 1)  # past the end: dropped
         left = refcounts.at[block].add(-1, mode="drop")
@@ -147,15 +147,15 @@ def free_leading_blocks(tables: BlockTables, first: jax.Array, sink_blocks: int 
 
 def first_free(tables: BlockTables) -> jax.Array:
     """Returns the index in the free list of the next block to take: `i32[]`, or `i32[P]` with P shards."""
-    if tables.parts == 1:
+    if tables.num_shards == 1:
         return tables.num_blocks - tables.num_free
-    end = tables.num_blocks // tables.parts * jnp.arange(1, tables.parts + 1, dtype=jnp.int32)
+    end = tables.num_blocks // tables.num_shards * jnp.arange(1, tables.num_shards + 1, dtype=jnp.int32)
     return end - tables.num_free
 
 
-def _cumsum(x: jax.Array, parts: int) -> jax.Array:
+def _cumsum(x: jax.Array, num_shards: int) -> jax.Array:
     """Computes the cumulative sum within each shard."""
-    x = x if parts == 1 else x.reshape(parts, -1)
+    x = x if num_shards == 1 else x.reshape(num_shards, -1)
     return jnp.cumsum(x, axis=-1, dtype=jnp.int32).reshape(-1)
 
 

@@ -44,22 +44,22 @@ def _put(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
 
 
 def _read(pool: Pool, blocks: Any) -> Pool:
-    if (part := find_head_shard(pool)) is None:
+    if (shard := find_head_shard(pool)) is None:
         return jax.tree.map(lambda x: x[blocks], pool)
-    blocks = part.own(jnp.asarray(blocks))
-    return jax.tree.map(lambda x: part.together(x[blocks]), pool)  # of null blocks, which are 0
+    blocks = shard.own(jnp.asarray(blocks))
+    return jax.tree.map(lambda x: shard.together(x[blocks]), pool)  # of null blocks, which are 0
 
 
 put = jax.jit(put_blocks)
 put_in_place = jax.jit(put_blocks, donate_argnums=0)
 
 
-@functools.partial(jax.jit, static_argnames="parts")
-def read_blocks(pool: Pool, blocks: jax.Array, parts: int = 1) -> tuple[Pool, ...]:
-    """Reads blocks of a pool, `[n, ...]`, split into `parts` equal pieces."""
+@functools.partial(jax.jit, static_argnames="count")
+def read_blocks(pool: Pool, blocks: jax.Array, count: int = 1) -> tuple[Pool, ...]:
+    """Reads blocks of a pool, `[n, ...]`, split into `count` equal runs."""
     found = run_on_shards(pool, _read, (pool, blocks), (POOL, WHOLE), BLOCKS)
-    each = blocks.shape[0] // parts
-    return tuple(jax.tree.map(lambda x, i=i: x[i * each : (i + 1) * each], found) for i in range(parts))
+    each = blocks.shape[0] // count
+    return tuple(jax.tree.map(lambda x, i=i: x[i * each : (i + 1) * each], found) for i in range(count))
 
 
 def read_group(cache: Cache, group: int, blocks: Any) -> dict[int, Pool]:
@@ -68,7 +68,7 @@ def read_group(cache: Cache, group: int, blocks: Any) -> dict[int, Pool]:
     for stack in cache.config.group_stacks(group):
         pool = cache.layer(stack[0]).pool
         places = stack_blocks(blocks, len(stack), pool.kv.shape[0] // len(stack))
-        found |= zip(stack, read_blocks(pool, places, parts=len(stack)), strict=True)
+        found |= zip(stack, read_blocks(pool, places, count=len(stack)), strict=True)
     return found
 
 

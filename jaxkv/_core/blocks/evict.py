@@ -170,9 +170,9 @@ def _hold(tables: BlockTables, move: _Move, config: CacheConfig) -> BlockTables:
 def _compact(pool: Pool, old: jax.Array, new: jax.Array, move: _Move, *, config: CacheConfig, layer: int) -> Pool:
     """Moves the tokens of head rows forward, column by column. A token never moves backward, so that no slot is
     overwritten before it is read."""
-    if (part := find_head_shard(pool)) is not None:
-        old, new, move = jax.tree.map(part.lines, (old, new, move))
-        old, new = part.own(old), part.own(new)
+    if (shard := find_head_shard(pool)) is not None:
+        old, new, move = jax.tree.map(shard.lines, (old, new, move))
+        old, new = shard.own(old), shard.own(new)
     size = pool.kv.shape[3]
     behind = pool.kv.shape[0] + _numbers(old)  # past the end: dropped
 
@@ -207,9 +207,9 @@ def select_best(
     budget = jnp.broadcast_to(
         _repeat_for_heads(budget[..., None], tables)[..., 0] if budget.ndim else budget, scores.shape[:1]
     )
-    held = jnp.arange(scores.shape[1], dtype=jnp.int32)[None] < tables.lengths[:, None]
-    wrong = (jnp.isnan(scores) & held).any(axis=1) | (budget < 0)
-    order = jnp.argsort(jnp.where(held, -scores, jnp.inf), axis=1, stable=True)
+    is_held = jnp.arange(scores.shape[1], dtype=jnp.int32)[None] < tables.lengths[:, None]
+    wrong = (jnp.isnan(scores) & is_held).any(axis=1) | (budget < 0)
+    order = jnp.argsort(jnp.where(is_held, -scores, jnp.inf), axis=1, stable=True)
     rank = jnp.argsort(order, axis=1)
     return rank < budget[:, None], any_head(wrong, config)
 

@@ -24,7 +24,7 @@ class BlockPlan(NamedTuple):
         return np.pad(self.slots, ((0, pad_size(count) - count), (0, 0)), constant_values=-1)
 
 
-class HeldBlocks(NamedTuple):
+class GroupRows(NamedTuple):
     """What rows hold in the layers of a group, by head rows if it evicts by heads; see `head_rows`."""
 
     tables: np.ndarray  # i32[n, blocks]: their blocks in order, from the first block on
@@ -32,11 +32,11 @@ class HeldBlocks(NamedTuple):
     thinned: np.ndarray | None = None  # i32[n], as in `BlockTables`, in a layer that evicts
 
 
-def find_held(tables: Any, config: CacheConfig, group: int, rows: np.ndarray) -> HeldBlocks:
+def find_group_rows(tables: Any, config: CacheConfig, group: int, rows: np.ndarray) -> GroupRows:
     """Returns what `rows` i32[R] hold, by a group's tables on the host."""
     lines = find_head_rows(rows, config, group)
     thinned = None if tables.thinned is None else np.asarray(tables.thinned)[lines]
-    return HeldBlocks(rows_entries(tables, config, group, lines), np.asarray(tables.lengths)[lines], thinned)
+    return GroupRows(rows_entries(tables, config, group, lines), np.asarray(tables.lengths)[lines], thinned)
 
 
 def find_head_rows(rows: np.ndarray, config: CacheConfig, group: int) -> np.ndarray:
@@ -124,7 +124,7 @@ def describe_lack(plan: BlockPlan, num_free: Any) -> tuple[int, int] | None:
 def fit(
     config: CacheConfig,
     groups: Sequence[Sequence[int]],
-    held: Sequence[HeldBlocks],
+    group_rows: Sequence[GroupRows],
     old_size: int,
     *,
     partial: bool = False,
@@ -132,8 +132,8 @@ def fit(
     """Returns the blocks that rows need in a cache of this config, for each layer with a pool.
 
     Args:
-      groups, held: the current groups of layers, and what the rows hold in each. The one group of a contiguous cache
-        may become several.
+      groups, group_rows: the current groups of layers, and what the rows hold in each. The one group of a contiguous
+        cache may become several.
       old_size: the current block size.
       partial: as for `reblock`.
 
@@ -146,7 +146,7 @@ def fit(
         for layer in layers:
             group = next(i for i, members in enumerate(groups) if layer in members)
             if group not in found:
-                tables, lengths, _ = held[group]
+                tables, lengths, _ = group_rows[group]
                 try:
                     found[group] = reblock(
                         tables,
@@ -165,12 +165,13 @@ def fit(
 
 
 def fill_blocks(
-    held: Sequence[HeldBlocks], groups: Sequence[Sequence[int]], plans: dict[int, BlockPlan], config: CacheConfig
-) -> list[HeldBlocks]:
-    """Returns the rows' blocks as `fit` planned them, for each group of `config`; `groups` are those of `held`."""
+    group_rows: Sequence[GroupRows], groups: Sequence[Sequence[int]], plans: dict[int, BlockPlan], config: CacheConfig
+) -> list[GroupRows]:
+    """Returns the rows' blocks as `fit` planned them, for each group of `config`; `groups` are those that they are
+    in now."""
     found = []
     for layer, *_ in config.groups:
-        own = next(item for item, members in zip(held, groups, strict=True) if layer in members)
+        own = next(item for item, members in zip(group_rows, groups, strict=True) if layer in members)
         found.append(own._replace(tables=plans[layer].tables))
     return found
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.block_copy import put_blocks, put_group, put_in_place
-from jaxkv._core.blocks.reblock import HeldBlocks, find_head_rows
+from jaxkv._core.blocks.reblock import GroupRows, find_head_rows
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.key_bounds import add_bounds
 from jaxkv._core.config.cache_config import CacheConfig
@@ -25,7 +25,7 @@ def put_rows(
     cache: Cache,
     rows: np.ndarray,
     lengths: np.ndarray,
-    held: Sequence[HeldBlocks],
+    group_rows: Sequence[GroupRows],
     read: Callable[[int], Any],
     *,
     in_place: bool,
@@ -34,12 +34,13 @@ def put_rows(
 
     Args:
       rows: indices of empty rows; enough blocks must be free.
-      held: what the rows hold in each group. Blocks count from 1, in the order of `read`; 0: none. Rows may share them.
+      group_rows: what the rows hold in each group. Blocks count from 1, in the order of `read`; 0: none. Rows may share
+        them.
       read: returns a layer's blocks `[n, 2, K, block_size, D]`, more may follow; called for one layer after another.
       in_place: whether the old cache's pools are donated.
     """
     groups, result = [], cache
-    for group, (tables, own) in enumerate(zip(cache.tables, held, strict=True)):
+    for group, (tables, own) in enumerate(zip(cache.tables, group_rows, strict=True)):
         lines, seen = find_head_rows(rows, cache.config, group), np.tile(lengths, cache.config.group_heads[group])
         changed, blocks = _adopt(tables, own, lines, seen, cache.config, group)
         groups.append(changed)
@@ -50,10 +51,10 @@ def put_rows(
 
 
 def _adopt(
-    tables: BlockTables, held: HeldBlocks, rows: np.ndarray, seen: np.ndarray, config: CacheConfig, group: int
+    tables: BlockTables, group_rows: GroupRows, rows: np.ndarray, seen: np.ndarray, config: CacheConfig, group: int
 ) -> tuple[BlockTables, np.ndarray]:
     """Returns tables in which `rows` hold blocks, and the indices `i32[n]` of those blocks."""
-    entries = held.tables
+    entries = group_rows.tables
     count = int(entries.max(initial=0))
     used = tables.num_blocks - int(np.sum(tables.num_free))
     table, refcounts, all_lengths = (np.array(x) for x in (tables.tables, tables.refcounts, tables.lengths))
@@ -63,18 +64,18 @@ def _adopt(
     if config.contiguous:  # every row has its own block
         blocks[entries[line, column]] = table[rows[line], column]
     else:
-        part = np.zeros(count + 1, np.int32)
-        part[entries[line, column]] = rows[line] // (len(table) // tables.parts)
-        taken = np.bincount(part[1:], minlength=tables.parts)
-        lists = np.asarray(tables.free_list).reshape(tables.parts, -1)
+        shard = np.zeros(count + 1, np.int32)
+        shard[entries[line, column]] = rows[line] // (len(table) // tables.num_shards)
+        taken = np.bincount(shard[1:], minlength=tables.num_shards)
+        lists = np.asarray(tables.free_list).reshape(tables.num_shards, -1)
         for number, (free, left) in enumerate(zip(lists, np.atleast_1d(num_free).tolist(), strict=True)):
             first = len(free) - left
-            blocks[1:][part[1:] == number] = free[first : first + taken[number]]
+            blocks[1:][shard[1:] == number] = free[first : first + taken[number]]
         used, num_free = used + count, num_free - taken.astype(np.int32).reshape(num_free.shape)
         placed, skipped = columns_for(blocks[entries], config, group)
         table[rows] = placed
         refcounts[blocks[1:]] = np.bincount(entries.ravel(), minlength=count + 1)[1:]
-    all_lengths[rows] = held.lengths
+    all_lengths[rows] = group_rows.lengths
     changes: dict[str, Any] = {
         "tables": table,
         "refcounts": refcounts,
@@ -88,14 +89,15 @@ def _adopt(
         changes["skipped"] = all_skipped
     if tables.evicted is not None and tables.thinned is not None:
         evicted, thinned = np.array(tables.evicted), np.array(tables.thinned)
-        evicted[rows], thinned[rows] = seen - held.lengths, 0 if held.thinned is None else held.thinned
+        evicted[rows] = seen - group_rows.lengths
+        thinned[rows] = 0 if group_rows.thinned is None else group_rows.thinned
         changes |= {"evicted": evicted, "thinned": thinned}
     like = {name: _place_like(getattr(tables, name), value) for name, value in changes.items()}
     return dataclasses.replace(tables, **like), blocks[1:]
 
 
-def _read_with_bounds(read: Callable[[int], Any], held: HeldBlocks, config: CacheConfig, layer: int) -> Pool:
-    return add_bounds(read(layer), held.tables, held.lengths, config, layer)
+def _read_with_bounds(read: Callable[[int], Any], group_rows: GroupRows, config: CacheConfig, layer: int) -> Pool:
+    return add_bounds(read(layer), group_rows.tables, group_rows.lengths, config, layer)
 
 
 def _place_like(old: jax.Array, new: np.ndarray) -> jax.Array:

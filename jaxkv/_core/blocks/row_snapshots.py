@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.block_copy import pad_size
-from jaxkv._core.blocks.slot_allocator import grant_snapshots, held_snapshots
+from jaxkv._core.blocks.slot_allocator import find_snapshots, grant_snapshots
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.state_slots import NULL_SLOT, split_states
 from jaxkv._core.state.static_fields import register_export
@@ -49,10 +49,10 @@ def _take(x: Any, places: np.ndarray) -> Any:
 
 def read_row_snapshots(cache: Cache, rows: np.ndarray) -> RowSnapshots | None:
     """Returns the snapshots of rows `i32[n]`; None if they have none. Reads the device."""
-    held = held_snapshots(cache)
-    if held is None or cache.config.snapshot_every is None:
+    snapshots = find_snapshots(cache)
+    if snapshots is None or cache.config.snapshot_every is None:
         return None
-    found = compact_snapshots(np.asarray(held)[rows], cache.config.snapshot_every, cache.states)
+    found = compact_snapshots(np.asarray(snapshots)[rows], cache.config.snapshot_every, cache.states)
     return found and dataclasses.replace(found, states=split_states(cache.config, found.states))
 
 
@@ -60,22 +60,22 @@ def put_row_snapshots(cache: Cache, rows: Any, given: RowSnapshots | None) -> Ca
     """Returns a cache whose rows `i32[n]` have the given snapshots, as far as they hold so many tokens, lengths are
     multiples of the cache's own `snapshot_every`, and slots are free. The rows must have none yet; the states are
     joined as the cache's."""
-    every, held = cache.config.snapshot_every, held_snapshots(cache)
-    if given is None or every is None or held is None:
+    every, slots = cache.config.snapshot_every, find_snapshots(cache)
+    if given is None or every is None or slots is None:
         return cache
     lengths = (np.arange(given.table.shape[1]) + 1) * given.every
     taken = np.flatnonzero((lengths % every == 0) & (lengths <= cache.config.max_seq_len))
     rows, lengths = jnp.asarray(rows), lengths[taken].astype(np.int32)
-    held_tokens = cache.lengths.at[rows].get(mode="fill", fill_value=0)
-    table = jnp.where(held_tokens[:, None] >= lengths[None], jnp.asarray(given.table)[:, taken], 0)
+    num_tokens = cache.lengths.at[rows].get(mode="fill", fill_value=0)
+    table = jnp.where(num_tokens[:, None] >= lengths[None], jnp.asarray(given.table)[:, taken], 0)
     count, none = jax.tree.leaves(given.states)[0].shape[0], cache.config.num_state_slots + 1
     wanted = jnp.zeros(count + 1, bool).at[table].set(True)[1:]
     assert cache.state_slots is not None
-    used = jnp.zeros(none, bool).at[held].set(True).at[cache.state_slots.slots].set(True).at[NULL_SLOT].set(True)
-    slots = grant_snapshots(cache, held, wanted, jnp.argsort(used, stable=True))
-    named = jnp.concatenate([jnp.full(1, NULL_SLOT, jnp.int32), slots])[table]
-    snapshots = held.at[rows[:, None], (lengths // every - 1)[None]].set(named, mode="drop")
-    place = jnp.where(slots != NULL_SLOT, slots, none)
+    used = jnp.zeros(none, bool).at[slots].set(True).at[cache.state_slots.slots].set(True).at[NULL_SLOT].set(True)
+    granted = grant_snapshots(cache, slots, wanted, jnp.argsort(used, stable=True))
+    named = jnp.concatenate([jnp.full(1, NULL_SLOT, jnp.int32), granted])[table]
+    snapshots = slots.at[rows[:, None], (lengths // every - 1)[None]].set(named, mode="drop")
+    place = jnp.where(granted != NULL_SLOT, granted, none)
 
     def put(x: jax.Array, states: Any) -> jax.Array:
         return x.at[place].set(jnp.asarray(states), mode="drop")

@@ -42,43 +42,45 @@ def assign_slots(cache: Cache, new: jax.Array, lengths: jax.Array) -> StateSlots
     """
     if cache.state_slots is None:
         return None
-    held, count = cache.state_slots.slots, cache.config.num_state_slots + 1
-    rows, active = jnp.arange(held.shape[0], dtype=jnp.int32), new > 0
+    source, count = cache.state_slots.slots, cache.config.num_state_slots + 1
+    rows, active = jnp.arange(source.shape[0], dtype=jnp.int32), new > 0
     zeros = jnp.zeros(count, jnp.int32)
-    holders, going = zeros.at[held].add(1), zeros.at[held].add(active.astype(jnp.int32))
-    snapshots = held_snapshots(cache, lengths)
+    holders, going = zeros.at[source].add(1), zeros.at[source].add(active.astype(jnp.int32))
+    snapshots = find_snapshots(cache, lengths)
     if snapshots is not None:
         holders = holders.at[snapshots].add(1)
-    last = (zeros - 1).at[held].max(jnp.where(active, rows, -1))
-    stays = (held != NULL_SLOT) & (holders == going)[held] & (last[held] == rows)
+    last = (zeros - 1).at[source].max(jnp.where(active, rows, -1))
+    stays = (source != NULL_SLOT) & (holders == going)[source] & (last[source] == rows)
     taken = active & ~stays
     # Free slots first, in order: of these a row takes as many as there are rows before it that take one.
     free = jnp.argsort((holders > 0).at[NULL_SLOT].set(True), stable=True).astype(jnp.int32)
     fresh = free[jnp.maximum(jnp.cumsum(taken, dtype=jnp.int32) - 1, 0)]
-    slots = jnp.where(taken, fresh, held)
+    slots = jnp.where(taken, fresh, source)
     if snapshots is not None:
         behind = free[jnp.sum(taken, dtype=jnp.int32) + jnp.arange(cache.config.num_snapshots, dtype=jnp.int32)]
         snapshots = _assign_snapshots(cache, lengths, new, snapshots, behind)
-    return StateSlots(slots=slots, source=held, snapshots=snapshots)
+    return StateSlots(slots=slots, source=source, snapshots=snapshots)
 
 
-def _assign_snapshots(cache: Cache, lengths: jax.Array, new: jax.Array, held: jax.Array, free: jax.Array) -> jax.Array:
-    """Returns the snapshots `held` i32[S, W] and those that a step reaches, in slots of `free`, while there are any."""
+def _assign_snapshots(
+    cache: Cache, lengths: jax.Array, new: jax.Array, snapshots: jax.Array, free: jax.Array
+) -> jax.Array:
+    """Returns the rows' `snapshots` i32[S, W] and those that a step reaches in slots of `free`, while there are any."""
     column, (before, after) = _columns(cache), (_count_reached(cache, x) for x in (lengths, lengths + new))
-    granted = grant_snapshots(cache, held, ((column >= before) & (column < after)).reshape(-1), free)
-    return jnp.where(granted != NULL_SLOT, granted, held.reshape(-1)).reshape(held.shape)
+    granted = grant_snapshots(cache, snapshots, ((column >= before) & (column < after)).reshape(-1), free)
+    return jnp.where(granted != NULL_SLOT, granted, snapshots.reshape(-1)).reshape(snapshots.shape)
 
 
-def grant_snapshots(cache: Cache, held: jax.Array, wanted: jax.Array, free: jax.Array) -> jax.Array:
+def grant_snapshots(cache: Cache, snapshots: jax.Array, wanted: jax.Array, free: jax.Array) -> jax.Array:
     """Returns slots of `free` i32[m] for the snapshots under a mask `wanted` bool[n], in order, while there are places
-    beside those that rows have `held` i32[S, W]; the null slot for the others."""
-    used = jnp.zeros(cache.config.num_state_slots + 1, bool).at[held].set(True).at[NULL_SLOT].set(False)
+    beside the rows' `snapshots` i32[S, W]; the null slot for the others."""
+    used = jnp.zeros(cache.config.num_state_slots + 1, bool).at[snapshots].set(True).at[NULL_SLOT].set(False)
     number = jnp.cumsum(wanted, dtype=jnp.int32) - 1
     granted = wanted & (number < cache.config.num_snapshots - jnp.sum(used, dtype=jnp.int32))
     return jnp.where(granted, free[jnp.clip(number, 0, free.shape[0] - 1)], NULL_SLOT).astype(jnp.int32)
 
 
-def held_snapshots(cache: Cache, lengths: jax.Array | None = None) -> jax.Array | None:
+def find_snapshots(cache: Cache, lengths: jax.Array | None = None) -> jax.Array | None:
     """Returns `i32[S, W]`: the snapshots of rows, without what stands behind `lengths`, by default their own; None
     without snapshots."""
     if cache.state_slots is None or cache.state_slots.snapshots is None:
@@ -91,15 +93,15 @@ def has_snapshot(cache: Cache, lengths: jax.Array) -> jax.Array:
     """Tells of each row whether it can go back to a length i32[S] above 0: to all without recurrent layers."""
     if cache.state_slots is None:
         return jnp.ones(lengths.shape, bool)
-    return _find_snapshots(cache, lengths) != NULL_SLOT
+    return _find_snapshot_slots(cache, lengths) != NULL_SLOT
 
 
 def roll_slots_back(cache: Cache, lengths: jax.Array, rows: jax.Array) -> StateSlots | None:
     """Returns slots in which rows under a mask go back to 0 tokens, or to the snapshot of a length i32[S]."""
     if cache.state_slots is None:
         return None
-    slots = jnp.where(rows, _find_snapshots(cache, lengths), cache.state_slots.slots)
-    source, snapshots = cache.state_slots.source, held_snapshots(cache)
+    slots = jnp.where(rows, _find_snapshot_slots(cache, lengths), cache.state_slots.slots)
+    source, snapshots = cache.state_slots.source, find_snapshots(cache)
     if snapshots is not None:
         behind = rows[:, None] & (_columns(cache) >= _count_reached(cache, lengths))
         snapshots = jnp.where(behind, NULL_SLOT, snapshots)
@@ -107,13 +109,13 @@ def roll_slots_back(cache: Cache, lengths: jax.Array, rows: jax.Array) -> StateS
     return dataclasses.replace(cache.state_slots, slots=slots, source=source, snapshots=snapshots)
 
 
-def _find_snapshots(cache: Cache, lengths: jax.Array) -> jax.Array:
+def _find_snapshot_slots(cache: Cache, lengths: jax.Array) -> jax.Array:
     """Returns `i32[S]`: the slot of each row's snapshot of a length; the null slot if there is none."""
-    held, every = held_snapshots(cache), cache.config.snapshot_every
-    if held is None or every is None:
+    snapshots, every = find_snapshots(cache), cache.config.snapshot_every
+    if snapshots is None or every is None:
         return jnp.full_like(lengths, NULL_SLOT)
-    column = jnp.clip(lengths // every - 1, 0, held.shape[1] - 1)
-    found = jnp.take_along_axis(held, column[:, None], axis=1)[:, 0]
+    column = jnp.clip(lengths // every - 1, 0, snapshots.shape[1] - 1)
+    found = jnp.take_along_axis(snapshots, column[:, None], axis=1)[:, 0]
     return jnp.where((lengths >= every) & (lengths % every == 0), found, NULL_SLOT)
 
 
@@ -139,12 +141,12 @@ def snapshot_arguments(
     Args:
       find: finds a layer's own slots, as `StateLayer.apart` does.
     """
-    every, held = config.snapshot_every, slots.snapshots
-    if held is None or every is None:
+    every, snapshots = config.snapshot_every, slots.snapshots
+    if snapshots is None or every is None:
         return {}
-    number = jnp.arange(min(-(-longest // every), held.shape[1]), dtype=jnp.int32)[None]
+    number = jnp.arange(min(-(-longest // every), snapshots.shape[1]), dtype=jnp.int32)[None]
     column = ((tables.lengths - tables.new) // every)[:, None] + number
-    found = jnp.take_along_axis(held, jnp.minimum(column, held.shape[1] - 1), axis=1)
+    found = jnp.take_along_axis(snapshots, jnp.minimum(column, snapshots.shape[1] - 1), axis=1)
     there = (column < (tables.lengths // every)[:, None]) & (found != NULL_SLOT)
     return {"every": every, "snapshot_slots": find(jnp.where(there, found, -1))}
 
@@ -154,14 +156,14 @@ def end_snapshots(
 ) -> tuple[StateSlots, tuple[jax.Array, ...]]:
     """Returns the slots without the snapshots within a step, for states known at its end alone, and the slots i32[S] of
     the snapshots that rows end at; the null slot for others. No such slots without snapshots."""
-    every, held = config.snapshot_every, slots.snapshots
-    if held is None or every is None:
+    every, snapshots = config.snapshot_every, slots.snapshots
+    if snapshots is None or every is None:
         return slots, ()
-    position = (jnp.arange(held.shape[1], dtype=jnp.int32)[None] + 1) * every
+    position = (jnp.arange(snapshots.shape[1], dtype=jnp.int32)[None] + 1) * every
     length = tables.lengths[:, None]
     is_within = (position > length - tables.new[:, None]) & (position < length)
-    at_end = jnp.max(jnp.where(position == length, held, NULL_SLOT), axis=1)
-    return dataclasses.replace(slots, snapshots=jnp.where(is_within, NULL_SLOT, held)), (at_end,)
+    at_end = jnp.max(jnp.where(position == length, snapshots, NULL_SLOT), axis=1)
+    return dataclasses.replace(slots, snapshots=jnp.where(is_within, NULL_SLOT, snapshots)), (at_end,)
 
 
 def drop_guesses(cache: Cache) -> Cache:
@@ -181,7 +183,7 @@ def adopt_slots(cache: Cache, source: jax.Array, rows: jax.Array) -> StateSlots 
         return None
     refuse_guesses(cache, "rows become others")
     slots = jnp.where(rows, cache.state_slots.slots[source], cache.state_slots.slots)
-    snapshots = held_snapshots(cache)
+    snapshots = find_snapshots(cache)
     if snapshots is not None:
         snapshots = jnp.where(rows[:, None], snapshots[source], snapshots)
     return StateSlots(slots=slots, source=jnp.where(rows, slots, cache.state_slots.source), snapshots=snapshots)

@@ -35,14 +35,14 @@ class Square(NamedTuple):
         if not self.rows:
             return f"block {self.block}: {kept or 'free'}"
         several = len(self.rows) > 1
-        parts = [
+        facts = [
             f"row{'s' * several} {', '.join(map(str, self.rows))}",
             f"{self.filled} of {block_size} tokens",
             f"positions {self.first} to {self.first + self.filled - 1}" if self.filled else "reserved",
             f"shared by {len(self.rows)}" if several else "",
             kept,
         ]
-        return f"block {self.block}: {', '.join(part for part in parts if part)}"
+        return f"block {self.block}: {', '.join(fact for fact in facts if fact)}"
 
 
 def list_squares(tables: BlockTables, config: CacheConfig, group: int) -> list[Square]:
@@ -56,10 +56,10 @@ def list_squares(tables: BlockTables, config: CacheConfig, group: int) -> list[S
         owners.setdefault(int(tables.tables[line, column]), []).append((int(line) % rows, tokens, first))
     found = []
     for block in list_blocks(tables).tolist():
-        held = owners.get(block, [])
-        filled = max((tokens for _, tokens, _ in held), default=0)
-        first = held[0][2] if held else 0
-        found.append(Square(block, tuple(row for row, *_ in held), filled, first, int(tables.kept[block])))
+        holders = owners.get(block, [])
+        filled = max((tokens for _, tokens, _ in holders), default=0)
+        first = holders[0][2] if holders else 0
+        found.append(Square(block, tuple(row for row, *_ in holders), filled, first, int(tables.kept[block])))
     return found
 
 

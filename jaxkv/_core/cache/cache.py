@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv._core.cache.inspection import Views
 from jaxkv._core.cache.key_bounds import renew_bounds
-from jaxkv._core.cache.pool_access import put_part, put_token
+from jaxkv._core.cache.pool_access import put_token, update_slice
 from jaxkv._core.cache.row_checks import check_head
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.kv_packing import stack_kv
@@ -24,8 +24,8 @@ from jaxkv._core.state.static_fields import register_export
 def check_cache(cache: Any, *, may_be_donated: bool = False) -> None:
     """Raises ValueError unless `cache` is a whole cache, one from which something can be read."""
     if not isinstance(cache, Cache):
-        part = getattr(type(cache), "NO_CACHE", None)  # the message of a class easily taken for one
-        raise ValueError(part or f"cache must be a Cache, as jaxkv.init makes one, not {show(cache)}.")
+        message = getattr(type(cache), "NO_CACHE", None)  # the message of a class easily taken for one
+        raise ValueError(message or f"cache must be a Cache, as jaxkv.init makes one, not {show(cache)}.")
     if not may_be_donated:
         check_living("cache", cache.tables[0].lengths)
 
@@ -69,7 +69,7 @@ class Cache(Views):
         found, stack = self.layer(layer), self.config.stack(layer)
         if found.place is not None:  # a slice of the stack's pool
             start = stack.index(self.config.owner(layer)) * pool.kv.shape[0]
-            pool = run_on_shards(found.pool, put_part, (found.pool, pool), (POOL, POOL), POOL, start=start)
+            pool = run_on_shards(found.pool, update_slice, (found.pool, pool), (POOL, POOL), POOL, start=start)
         return self._with_stack(stack[0], pool)
 
     def _with_stack(self, first: int, pool: Pool) -> "Cache":

@@ -91,18 +91,18 @@ def check(cache: Cache) -> None:
         )
     # Reports the group that lacks most blocks.
     lack = max(lacks, key=lambda lack: int(lack.needed[rows].max()) - lack.num_free)
-    group, needed, held, num_free, num_blocks = lack
-    tables, parts = groups[group], cache.tables[group].parts
+    group, needed, row_blocks, num_free, num_blocks = lack
+    tables, num_shards = groups[group], cache.tables[group].num_shards
     is_late = all(needed[r] <= num_free for r in rows)  # blocks have been freed since
     need = "needed" if is_late else "needs"
     needs = _list(
-        f"row {r} ({tables.lengths[r]} tokens, {held[r]} blocks) {need} {_more(needed[r])} for "
+        f"row {r} ({tables.lengths[r]} tokens, {row_blocks[r]} blocks) {need} {_more(needed[r])} for "
         f"{tables.wanted[r]} tokens"
         for r in rows
     )
     free = f"{'only now ' * is_late}{num_free} of {num_blocks} blocks {'is' if num_free == 1 else 'are'} free"
     where = "" if len(groups) == 1 else f" in the layers {cache.config.retentions[group]}"
-    where += "" if parts == 1 else f" on one of {parts} devices"
+    where += "" if num_shards == 1 else f" on one of {num_shards} devices"
     kept = np.count_nonzero(tables.kept)
     index = f" (a PrefixCache keeps {kept}: its make_room gives some back)" if kept else ""
     raise OutOfBlocks(
@@ -116,18 +116,18 @@ class _Lack(NamedTuple):
 
     group: int
     needed: np.ndarray  # i32[S]
-    held: np.ndarray  # i32[S]
+    row_blocks: np.ndarray  # i32[S]: those that they have
     num_free: int
     num_blocks: int
 
 
 def _lacks(tables: BlockTables, group: int, config: CacheConfig) -> list[_Lack]:
     lines: Any = tables.needed, np.sum(tables.tables != NULL_BLOCK, axis=1)
-    needed, held = (x.reshape(tables.parts, -1, config.max_seqs) for x in lines)
-    each = tables.num_blocks // tables.parts
+    needed, row_blocks = (x.reshape(tables.num_shards, -1, config.max_seqs) for x in lines)
+    each = tables.num_blocks // tables.num_shards
     return [
-        _Lack(group, needed[part, 0], held[part].sum(axis=0), int(num_free), each)
-        for part, num_free in enumerate(np.atleast_1d(tables.num_free))
+        _Lack(group, needed[shard, 0], row_blocks[shard].sum(axis=0), int(num_free), each)
+        for shard, num_free in enumerate(np.atleast_1d(tables.num_free))
     ]
 
 
@@ -152,14 +152,15 @@ def check_invariants(cache: Cache) -> None:
             assert not stands_alone, f"layer {layer} has a pool, shares another's, or is stacked behind another"
             continue
         shapes = tuple(None if x is None else x.shape for x in pool.arrays)
-        assert shapes == config.stack_shapes(layer, pool.parts), f"layer {layer}: the pool's shape"
-        assert pool.parts == cache.tables[config.group(layer)].parts, f"layer {layer}: parts of tables and pool"
-        blocks = pool.kv.shape[0] // len(config.stack(layer)) // pool.parts
-        null_blocks = pool.kv[::blocks] if pool.parts == 1 else pool.kv
+        assert shapes == config.stack_shapes(layer, pool.num_shards), f"layer {layer}: the pool's shape"
+        num_shards = cache.tables[config.group(layer)].num_shards
+        assert pool.num_shards == num_shards, f"layer {layer}: shards of tables and pool"
+        blocks = pool.kv.shape[0] // len(config.stack(layer)) // pool.num_shards
+        null_blocks = pool.kv[::blocks] if pool.num_shards == 1 else pool.kv
         # Each process checks its own shards; a cache of NumPy arrays, as from device_get, is whole.
         on_host = not isinstance(null_blocks, jax.Array)
         here = [null_blocks] if on_host else [shard.data for shard in null_blocks.addressable_shards]
-        here = here if pool.parts == 1 else [np.asarray(x)[::blocks] for x in here]
+        here = here if pool.num_shards == 1 else [np.asarray(x)[::blocks] for x in here]
         assert not any(np.asarray(x).any() for x in here), f"layer {layer}: the null block was written"
         if pool.bounds is not None:
             _check_bounds(cache, layer)
@@ -211,11 +212,11 @@ def _check_tables(tables: BlockTables, config: CacheConfig, group: int) -> None:
         assert ((tables.thinned == 0) | (tables.evicted > 0)).all(), (
             f"thinned, so some are gone: {tables.thinned}, {tables.evicted}"
         )
-    each, numbers, lines = num_blocks // tables.parts, list_blocks(tables), np.split(tables.tables, tables.parts)
-    num_free = np.atleast_1d(tables.num_free)
+    numbers, lines = list_blocks(tables), np.split(tables.tables, tables.num_shards)
+    each, num_free = num_blocks // tables.num_shards, np.atleast_1d(tables.num_free)
     assert ((num_free >= 0) & (num_free <= each)).all(), f"num_free within [0, {each}]: {tables.num_free}"
-    for own, entries in zip(np.split(numbers, tables.parts), lines, strict=True):
-        assert np.isin(entries, [NULL_BLOCK, *own]).all(), "table entries name blocks, of their part"
+    for own, entries in zip(np.split(numbers, tables.num_shards), lines, strict=True):
+        assert np.isin(entries, [NULL_BLOCK, *own]).all(), "table entries name blocks, of their shard"
     used = tables.tables != NULL_BLOCK
     assert tables.tables.shape[1] == config.table_widths[group], f"the table's columns: {tables.tables.shape}"
     column = np.arange(tables.tables.shape[1])
@@ -245,12 +246,12 @@ def _check_tables(tables: BlockTables, config: CacheConfig, group: int) -> None:
     counts[NULL_BLOCK] = 0
     assert np.isin(np.flatnonzero(tables.kept), numbers).all(), "the null block is nobody's"
     holders = counts + (tables.kept != 0)
-    lists = zip(np.asarray(tables.free_list).reshape(tables.parts, -1), num_free.tolist(), strict=True)
+    lists = zip(np.asarray(tables.free_list).reshape(tables.num_shards, -1), num_free.tolist(), strict=True)
     free_of = [own[each - count :] for own, count in lists]
     free = np.concatenate(free_of)
     assert len(set(free.tolist())) == len(free) and np.isin(free, numbers).all(), "a block is free at most once"
-    in_part = zip(np.split(numbers, tables.parts), free_of, strict=True)
-    assert all(np.isin(some, own).all() for own, some in in_part), "a block is free in its part"
+    in_shard = zip(np.split(numbers, tables.num_shards), free_of, strict=True)
+    assert all(np.isin(some, own).all() for own, some in in_shard), "a block is free in its shard"
     assert (holders[free] == 0).all(), "a free block is in no table and not kept"
     assert len(free) + np.count_nonzero(holders) == num_blocks, "every block is free, in a table or kept"
     expected = np.maximum(holders, 1)
@@ -347,9 +348,9 @@ def check_on_host(cache: Cache, function: str) -> None:
         )
 
 
-def _list(parts: Any) -> str:
-    parts = list(parts)
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+def _list(items: Any) -> str:
+    items = list(items)
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 
 def _more(blocks: int) -> str:

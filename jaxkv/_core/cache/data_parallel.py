@@ -86,9 +86,9 @@ class RowShards:
         mesh = self.mesh
         count = mesh.shape[self.axis]
         config = shard_config(self.config, count, self.axis)
-        part = functools.partial(take_shard, mesh=mesh, axis=self.axis)
+        take = functools.partial(take_shard, mesh=mesh, axis=self.axis)
         return [
-            _make_cache(jax.tree.map(functools.partial(part, i=i), self), config, alone=len(mesh.axis_names) == 1)
+            _make_cache(jax.tree.map(functools.partial(take, i=i), self), config, alone=len(mesh.axis_names) == 1)
             for i in range(count)
         ]
 
@@ -124,9 +124,9 @@ class RowShards:
 def join_caches(shards: Sequence[Cache], specs: RowShards, mesh: Mesh) -> RowShards:
     """Joins the caches of the devices of an axis into one with these specs."""
     leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    parts = zip(*(jax.tree.leaves(shard) for shard in shards), strict=True)
+    by_leaf = zip(*(jax.tree.leaves(shard) for shard in shards), strict=True)
     found = [
-        join_shards(parts_of_leaf, NamedSharding(mesh, spec)) for parts_of_leaf, spec in zip(parts, leaves, strict=True)
+        join_shards(leaf_shards, NamedSharding(mesh, spec)) for leaf_shards, spec in zip(by_leaf, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, found)
 
@@ -198,8 +198,10 @@ def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Cal
 def shard_config(config: CacheConfig, count: int, axis: str) -> CacheConfig:
     """Returns the config of each of `count` equal shards of a cache's rows and blocks. Raises ValueError."""
     max_seqs = divide_evenly("max_seqs", config.max_seqs, count, axis)
-    parts = tuple(divide_evenly("num_blocks", n, count, axis) for n in config.group_blocks)
-    fields: dict[str, Any] = {} if config.contiguous else {"group_blocks": parts, "block_size": config.block_size}
+    group_blocks = tuple(divide_evenly("num_blocks", n, count, axis) for n in config.group_blocks)
+    fields: dict[str, Any] = (
+        {} if config.contiguous else {"group_blocks": group_blocks, "block_size": config.block_size}
+    )
     return config.replace(max_seqs=max_seqs, **fields)
 
 

@@ -99,7 +99,7 @@ def init(
     shard = config if rows is None else shard_config(config, count, rows)
     on_mesh = functools.partial(NamedSharding, mesh)
     axes = next((p.heads, p.context) for p in specs.pools if p is not None)
-    parts = tuple(specs.pools[config.stack(layers[0])[0]].parts for layers in config.groups)
+    group_shards = tuple(specs.pools[config.stack(layers[0])[0]].num_shards for layers in config.groups)
     program = jax.jit(_init_pools, static_argnums=(0, 1, 2, 3, 4), out_shardings=jax.tree.map(on_mesh, specs.pools))
 
     def place_rows(x: jax.Array) -> jax.Array:
@@ -108,10 +108,10 @@ def init(
         maths: Any = jnp if is_tracing() else np  # nothing compiles
         return put_replicated(maths.concatenate([maths.atleast_1d(x)] * count), on_mesh(PartitionSpec(rows)))
 
-    tables, slots = jax.tree.map(place_rows, (_init_tables(shard, parts), _init_slots(shard)))
+    tables, slots = jax.tree.map(place_rows, (_init_tables(shard, group_shards), _init_slots(shard)))
     lie = jax.tree.map(on_mesh, specs.states)
     states = jax.jit(_init_states, static_argnums=(0, 1), out_shardings=lie)(shard, count) if specs.states else ()
-    pools = program(shard, *axes, parts, count)
+    pools = program(shard, *axes, group_shards, count)
     return dataclasses.replace(specs, tables=tables, pools=pools, state_slots=slots, states=states)
 
 
@@ -183,7 +183,7 @@ def partition_specs(
         )
     if rows is not None:
         local = partition_specs(shard_config(config, mesh.shape[rows], rows), mesh, heads, context)
-        if any(p is not None and p.parts > 1 for p in local.pools):
+        if any(p is not None and p.num_shards > 1 for p in local.pools):
             raise ValueError(
                 f"Blocks of layers that evict by heads are divided over the mesh axis {heads!r}, and cannot be over "
                 f'{rows!r} too: give these layers evict="layer", or heads=None.'
@@ -192,7 +192,7 @@ def partition_specs(
     if context is not None:
         _check_runs(config, mesh.shape[context], context)
 
-    parts = _parts(config, mesh, heads)
+    group_shards = _count_group_shards(config, mesh, heads)
 
     def pool(layer: int) -> Pool:
         num_heads = config.layer_config(layer).num_kv_heads
@@ -210,7 +210,7 @@ def partition_specs(
         replicated = PartitionSpec() if context is None else PartitionSpec(None, None, None, context)
         specs = (spec, spec, spec, replicated, replicated)  # index keys belong to no head
         found = (None if shape is None else own for shape, own in zip(config.stack_shapes(layer), specs, strict=True))
-        return Pool.bundle(*found, heads=heads, context=context, parts=parts[config.group(layer)])
+        return Pool.bundle(*found, heads=heads, context=context, num_shards=group_shards[config.group(layer)])
 
     fields: dict[str, Any] = {field.name: PartitionSpec() for field in dataclasses.fields(BlockTables)}
     evicts, slides = ({"evicted": None, "thinned": None}, {"skipped": None})
@@ -269,7 +269,7 @@ def _init_states(config: CacheConfig, count: int = 1) -> tuple[dict[str, jax.Arr
     return tuple(map(zeros, range(config.num_layers)))
 
 
-def _parts(config: CacheConfig, mesh: Mesh | AbstractMesh, heads: str | None) -> tuple[int, ...]:
+def _count_group_shards(config: CacheConfig, mesh: Mesh | AbstractMesh, heads: str | None) -> tuple[int, ...]:
     """Returns the number of shards of each group's blocks: one per device of the axis if the layer evicts by heads.
 
     Raises:
@@ -278,14 +278,14 @@ def _parts(config: CacheConfig, mesh: Mesh | AbstractMesh, heads: str | None) ->
     if heads is None:
         return (1,) * len(config.groups)
     counts = (count_shards(n, mesh.shape[heads], heads) if n > 1 else 1 for n in config.group_heads)
-    parts = tuple(counts)
-    for layers, blocks, count in zip(config.groups, config.group_blocks, parts, strict=True):
+    group_shards = tuple(counts)
+    for layers, blocks, count in zip(config.groups, config.group_blocks, group_shards, strict=True):
         if blocks % count:
             raise ValueError(
                 f"The {blocks} blocks of layer {layers[0]}, which evicts by heads, cannot be divided among the {count} "
                 f"devices of the mesh axis {heads!r}: make group_blocks a multiple of it."
             )
-    return parts
+    return group_shards
 
 
 def _check_runs(config: CacheConfig, count: int, context: str) -> None:
@@ -310,7 +310,11 @@ def _check_runs(config: CacheConfig, count: int, context: str) -> None:
 
 
 def _init_pools(
-    config: CacheConfig, heads: str | None, context: str | None, parts: Sequence[int] | None = None, count: int = 1
+    config: CacheConfig,
+    heads: str | None,
+    context: str | None,
+    group_shards: Sequence[int] | None = None,
+    count: int = 1,
 ) -> tuple[Pool | None, ...]:
     """Makes the zeroed pools of `count` caches, concatenated."""
 
@@ -318,20 +322,20 @@ def _init_pools(
         return jnp.zeros((count * shape[0], *shape[1:]), dtype)
 
     def pool(layer: int) -> Pool:
-        own = 1 if parts is None else parts[config.group(layer)]
-        pairs = zip(config.stack_shapes(layer, own), config.part_dtypes(layer), strict=True)
+        own = 1 if group_shards is None else group_shards[config.group(layer)]
+        pairs = zip(config.stack_shapes(layer, own), config.array_dtypes(layer), strict=True)
         arrays = (None if shape is None else zeros(shape, dtype) for shape, dtype in pairs)
-        return Pool.bundle(*arrays, heads=heads, context=context, parts=own)
+        return Pool.bundle(*arrays, heads=heads, context=context, num_shards=own)
 
     return tuple(pool(i) if config.stack(i)[:1] == (i,) else None for i in range(config.num_layers))
 
 
-def _init_tables(config: CacheConfig, parts: Sequence[int] | None = None) -> tuple[BlockTables, ...]:
-    counts = (1,) * len(config.groups) if parts is None else parts
+def _init_tables(config: CacheConfig, group_shards: Sequence[int] | None = None) -> tuple[BlockTables, ...]:
+    counts = (1,) * len(config.groups) if group_shards is None else group_shards
     return tuple(_init_group(config, group, count) for group, count in enumerate(counts))
 
 
-def _init_group(config: CacheConfig, group: int, parts: int) -> BlockTables:
+def _init_group(config: CacheConfig, group: int, num_shards: int) -> BlockTables:
     """Makes the tables of a group by NumPy: nothing compiles, and each array can be donated."""
     rows, num_blocks = config.max_seqs * config.group_heads[group], config.group_blocks[group]
     evicts = config.group_evicts[group] is not None
@@ -339,13 +343,13 @@ def _init_group(config: CacheConfig, group: int, parts: int) -> BlockTables:
     def zeros() -> jax.Array:
         return to_device(np.zeros(rows, np.int32))
 
-    blocks = list_shard_blocks(num_blocks, parts)
+    blocks = list_shard_blocks(num_blocks, num_shards)
     if config.contiguous:  # every row always has its own block
         tables, num_free = blocks[:, None], 0
     else:
         tables, num_free = np.full((rows, config.table_widths[group]), NULL_BLOCK, np.int32), num_blocks
-    num_each = np.int32(num_free) if parts == 1 else np.full(parts, num_free // parts, np.int32)
-    refcounts = np.ones(num_blocks + parts, np.int32)
+    num_each = np.int32(num_free) if num_shards == 1 else np.full(num_shards, num_free // num_shards, np.int32)
+    refcounts = np.ones(num_blocks + num_shards, np.int32)
     refcounts[NULL_BLOCK] = 0
     return BlockTables(
         tables=to_device(tables),
@@ -353,7 +357,7 @@ def _init_group(config: CacheConfig, group: int, parts: int) -> BlockTables:
         new=zeros(),
         offsets=zeros(),
         refcounts=to_device(refcounts),
-        kept=to_device(np.zeros(num_blocks + parts, np.int32)),
+        kept=to_device(np.zeros(num_blocks + num_shards, np.int32)),
         free_list=to_device(blocks),
         num_free=to_device(num_each),
         peak=to_device(np.int32(num_blocks - num_free)),

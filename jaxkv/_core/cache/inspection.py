@@ -22,7 +22,7 @@ from jaxkv._core.config.validation import integer, show
 from jaxkv._core.state.arguments import cast_int32, read_numbers
 from jaxkv._core.state.columns import columns_of, logical_entries
 from jaxkv._core.state.head_rows import row_tables
-from jaxkv._core.state.sharding import KV, PARTS, POOL, WHOLE, head_spec, replicate, run_on_shards
+from jaxkv._core.state.sharding import BLOCK_AXIS, KV, POOL, WHOLE, head_spec, replicate, run_on_shards
 from jaxkv._core.state.state import BlockTables, Layer, Pool
 from jaxkv._core.state.state_repr import DONATED, check_living, is_donated
 from jaxkv._core.state.state_slots import StateLayer, StateSlots
@@ -287,12 +287,12 @@ class Views:
         """Returns a layer as a dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window.
         For a latent layer `[S, 1, 1, max_seq_len, D]`; with `v_head_dim` `[S, 1, K, max_seq_len,
         v_head_dim + D]`, values first. A row longer than `max_seq_len` is cut to its first tokens."""
-        found = self._read(dense, layer, self._logical(layer), PartitionSpec(PARTS, None, KV))
+        found = self._read(dense, layer, self._logical(layer), PartitionSpec(BLOCK_AXIS, None, KV))
         return self._join(layer, found[:, :, 0], 2) if self._evicts_by_heads(layer) else found
 
     def separate(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """Returns a layer's keys and values as two dense arrays `[S, K, max_seq_len, D]`; 0 past row lengths."""
-        specs = (PartitionSpec(PARTS, KV), PartitionSpec(PARTS, KV))
+        specs = (PartitionSpec(BLOCK_AXIS, KV), PartitionSpec(BLOCK_AXIS, KV))
         k, v = self._read(dense_pair, layer, self._logical(layer), specs)
         return (
             (self._join(layer, k[:, 0], 1), self._join(layer, v[:, 0], 1)) if self._evicts_by_heads(layer) else (k, v)

@@ -36,10 +36,10 @@ def _renew(pool: Pool, block: jax.Array, filled: jax.Array, *, config: CacheConf
     )
 
 
-def read_bounds(pool: Pool, blocks: jax.Array, held: jax.Array) -> jax.Array:
-    """Reads the bounds of blocks `i32[...]`, `f32[..., 2, K, D]`; 0 for those that are not `held`."""
+def read_bounds(pool: Pool, blocks: jax.Array, used: jax.Array) -> jax.Array:
+    """Reads the bounds of blocks `i32[...]`, `f32[..., 2, K, D]`; 0 for those that are not `used`."""
     assert pool.bounds is not None
-    return jnp.where(held[..., None, None, None], pool.bounds[blocks].astype(jnp.float32), jnp.float32(0))
+    return jnp.where(used[..., None, None, None], pool.bounds[blocks].astype(jnp.float32), jnp.float32(0))
 
 
 def find_touched_blocks(
@@ -66,31 +66,31 @@ def find_touched_blocks(
     return block, jnp.clip(lengths[own] - column * size, 0, size)
 
 
-def add_bounds(part: Pool, tables: np.ndarray, lengths: np.ndarray, config: CacheConfig, layer: int) -> Pool:
+def add_bounds(blocks: Pool, tables: np.ndarray, lengths: np.ndarray, config: CacheConfig, layer: int) -> Pool:
     """Adds bounds, if the layer stores them, to blocks that will be put into the layer. The first block is block 1 of
     tables `i32[n, M]`, whose rows hold `lengths` i32[n] tokens. NumPy stays NumPy."""
     if not config.keeps_bounds(layer):
-        return part.tokens
-    filled = count_filled(tables, lengths, config.block_size, part.kv.shape[0])
-    bounds: Any = _compiled(part.tokens, filled, config, layer)
-    return dataclasses.replace(part, bounds=np.asarray(bounds) if isinstance(part.kv, np.ndarray) else bounds)
+        return blocks.tokens
+    filled = count_filled(tables, lengths, config.block_size, blocks.kv.shape[0])
+    bounds: Any = _compiled(blocks.tokens, filled, config, layer)
+    return dataclasses.replace(blocks, bounds=np.asarray(bounds) if isinstance(blocks.kv, np.ndarray) else bounds)
 
 
 def count_filled(tables: np.ndarray, lengths: np.ndarray, size: int, count: int) -> np.ndarray:
     """Returns `i32[count]`, tokens in blocks 1, 2 .. of tables `i32[n, M]` whose rows hold `lengths` i32[n] tokens."""
-    held = np.clip(lengths[:, None] - size * np.arange(tables.shape[1]), 0, size)
+    tokens = np.clip(lengths[:, None] - size * np.arange(tables.shape[1]), 0, size)
     filled = np.zeros(max(count, int(tables.max(initial=0))) + 1, np.int32)
-    np.maximum.at(filled, tables, np.where(tables == NULL_BLOCK, 0, held))
+    np.maximum.at(filled, tables, np.where(tables == NULL_BLOCK, 0, tokens))
     return filled[1 : count + 1]
 
 
-def _compute_bounds(part: Pool, filled: jax.Array, config: CacheConfig, layer: int) -> jax.Array:
+def _compute_bounds(blocks: Pool, filled: jax.Array, config: CacheConfig, layer: int) -> jax.Array:
     """Computes the minimum and maximum of keys in the filled slots of blocks, `[n, 2, K, D]`; 0 for empty blocks."""
-    keys = decode_keys(part, config, layer)  # [n, K, block_size, D]
+    keys = decode_keys(blocks, config, layer)  # [n, K, block_size, D]
     place = jnp.arange(keys.shape[2], dtype=jnp.int32)
-    held = (place[None] < filled[:, None])[:, None, :, None]
+    is_filled = (place[None] < filled[:, None])[:, None, :, None]
     low, high = (
-        reduce(jnp.where(held, keys, jnp.asarray(other, keys.dtype)), axis=2)
+        reduce(jnp.where(is_filled, keys, jnp.asarray(other, keys.dtype)), axis=2)
         for reduce, other in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf))
     )
     both = jnp.where((filled > 0)[:, None, None, None], jnp.stack([low, high], axis=1), jnp.zeros((), keys.dtype))

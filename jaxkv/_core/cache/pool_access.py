@@ -26,8 +26,10 @@ def read_raw(
 ) -> tuple[jax.Array | None, ...]:
     """Reads `(k, v, k_scale, v_scale)` of slots `i32[...]` of a quantized pool as stored, without padding; 0 for the
     null block."""
-    found, held = jax.tree.leaves(read_slots(pool.heads_alone, block, offset)), block != 0
-    kv, scale = (jnp.where(jnp.expand_dims(held, range(held.ndim, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
+    found, is_held = jax.tree.leaves(read_slots(pool.heads_alone, block, offset)), block != 0
+    kv, scale = (
+        jnp.where(jnp.expand_dims(is_held, range(is_held.ndim, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found
+    )
     layer_config, kind = config.layer_config(layer), config.kind(layer)
     if layer_config.v_head_dim is not None:
         row, row_scale = (jnp.squeeze(x, block.ndim) for x in (kv, scale))
@@ -35,17 +37,17 @@ def read_raw(
         return k, v, k_scale, v_scale
     width = kind.stored_dim(layer_config.head_dim)
     kv = config.form(layer).unpack(kv, axis=block.ndim)[..., :width]
-    parts = [[jnp.take(x, i, axis=block.ndim) for x in (kv, scale)] for i in range(kv.shape[block.ndim])]
-    keys, values = parts if len(parts) == 2 else (*parts, (None, None))
+    arrays = [[jnp.take(x, i, axis=block.ndim) for x in (kv, scale)] for i in range(kv.shape[block.ndim])]
+    keys, values = arrays if len(arrays) == 2 else (*arrays, (None, None))
     return keys[0], values[0], keys[1], values[1]
 
 
 def dense(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheConfig, layer: int) -> jax.Array:
     """Reads the rows of a table, or the device's head rows, as one array `[S, 2, K, max_seq_len, D]`; 0 past each row's
     length and before its window."""
-    runs, part = find_block_runs(pool), find_head_shard(pool)
-    if part is not None:
-        tables, lengths = part.own(part.lines(tables)), part.lines(lengths)
+    runs, shard = find_block_runs(pool), find_head_shard(pool)
+    if shard is not None:
+        tables, lengths = shard.own(shard.lines(tables)), shard.lines(lengths)
 
     def read(at: Any) -> jax.Array:
         found = decode_kv(jax.tree.map(lambda x: x[at], pool.tokens), config, layer)
@@ -58,8 +60,8 @@ def dense(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheCon
         blocks = jnp.moveaxis(blocks, 1, 3)  # [S, 2, K, M, block_size, D]
         kv = blocks.reshape(*blocks.shape[:3], tables.shape[1] * config.block_size, blocks.shape[-1])
         kv = kv[..., : config.max_seq_len, :]
-    held = jnp.arange(kv.shape[3], dtype=jnp.int32)[None] < lengths[:, None]
-    return jnp.where(held[:, None, None, :, None], kv, jnp.zeros((), kv.dtype))
+    is_held = jnp.arange(kv.shape[3], dtype=jnp.int32)[None] < lengths[:, None]
+    return jnp.where(is_held[:, None, None, :, None], kv, jnp.zeros((), kv.dtype))
 
 
 def dense_pair(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheConfig, layer: int) -> Any:
@@ -88,9 +90,9 @@ def put_token(
     return dataclasses.replace(jax.tree.map(put, pool.heads_alone, new), bounds=pool.bounds, index=pool.index)
 
 
-def put_part(pool: Pool, part: Pool, *, start: int) -> Pool:
-    """Replaces the blocks of a pool from `start` on by `part`."""
-    return jax.tree.map(lambda x, part: x.at[start : start + part.shape[0]].set(part), pool, part)
+def update_slice(pool: Pool, blocks: Pool, *, start: int) -> Pool:
+    """Replaces the blocks of a pool from `start` on by `blocks`."""
+    return jax.tree.map(lambda x, new: x.at[start : start + new.shape[0]].set(new), pool, blocks)
 
 
 def _keys_and_values(kv: jax.Array, config: CacheConfig, layer: int, axis: int) -> tuple[jax.Array, jax.Array]:
@@ -100,17 +102,17 @@ def _keys_and_values(kv: jax.Array, config: CacheConfig, layer: int, axis: int) 
     return keys[..., found.v_head_dim or 0 :], keys[..., :rank]
 
 
-def decode_keys(part: Pool, config: CacheConfig, layer: int) -> jax.Array:
+def decode_keys(blocks: Pool, config: CacheConfig, layer: int) -> jax.Array:
     """Decodes the keys of blocks of a layer's pool, `[n, K, block_size, D]`."""
-    return _keys_and_values(decode_kv(part, config, layer), config, layer, axis=-4)[0]
+    return _keys_and_values(decode_kv(blocks, config, layer), config, layer, axis=-4)[0]
 
 
-def decode_kv(part: Pool, config: CacheConfig, layer: int, axis: int = -4) -> jax.Array:
+def decode_kv(blocks: Pool, config: CacheConfig, layer: int, axis: int = -4) -> jax.Array:
     """Decodes blocks or slots of a layer's pool to `[..., 2, ..., D]`: as stored, or float32 if quantized. Keys and
     values are at `axis`, one row for both if they have different widths."""
     found, kind = config.layer_config(layer), config.kind(layer)
-    kv = config.form(layer).unpack(part.kv, axis)
+    kv = config.form(layer).unpack(blocks.kv, axis)
     if not kind.is_quantized:
         return kv[..., : found.row_dim]
-    decoded = kind.decode(kv, part.scale, found.row_dim, found.row_rank)  # type: ignore[arg-type]
+    decoded = kind.decode(kv, blocks.scale, found.row_dim, found.row_rank)  # type: ignore[arg-type]
     return rotate(decoded) if config.rotates(layer) else decoded

@@ -25,17 +25,17 @@ def snapshots(cache: Cache) -> list[list[int]]:
     [[8, 16], []]
     """
     check_cache(cache)
-    every, held = cache.config.snapshot_every, _held_snapshots(cache)
-    return [((np.flatnonzero(own) + 1) * (every or 0)).tolist() for own in held]
+    every, slots = cache.config.snapshot_every, _read_snapshots(cache)
+    return [((np.flatnonzero(own) + 1) * (every or 0)).tolist() for own in slots]
 
 
-def _held_snapshots(cache: Cache) -> np.ndarray:
+def _read_snapshots(cache: Cache) -> np.ndarray:
     """Returns `i32[S, W]`: the slots of the rows' snapshots; the null slot where there is none."""
     every, slots = cache.config.snapshot_every, cache.state_slots
     if every is None or slots is None or slots.snapshots is None:
         return np.full((cache.config.max_seqs, 0), NULL_SLOT, np.int32)
-    held, lengths = jax.device_get((slots.snapshots, cache.lengths))
-    return np.where(np.arange(held.shape[1]) < lengths[:, None] // every, held, NULL_SLOT)
+    found, lengths = jax.device_get((slots.snapshots, cache.lengths))
+    return np.where(np.arange(found.shape[1]) < lengths[:, None] // every, found, NULL_SLOT)
 
 
 def describe_snapshots(cache: Cache, rows: Iterable[int]) -> str:
@@ -71,20 +71,20 @@ def check_states(cache: Cache) -> None:
     assert (slots.snapshots is not None) == bool(config.num_snapshots), "snapshots where there are slots for them"
     if slots.snapshots is None:
         return
-    held = _held_snapshots(cache)
+    snapshots = _read_snapshots(cache)
     assert slots.snapshots.shape == (config.max_seqs, config.row_snapshots), f"the shape: {slots.snapshots.shape}"
-    own = {(int(slot), column) for (_, column), slot in np.ndenumerate(held) if slot != NULL_SLOT}
-    assert len({slot for slot, _ in own}) == len(own), f"a slot has the state after one number of tokens: {held}"
-    assert len(own) <= config.num_snapshots, f"rows have slots left beside snapshots: {held}"
+    own = {(int(slot), column) for (_, column), slot in np.ndenumerate(snapshots) if slot != NULL_SLOT}
+    assert len({slot for slot, _ in own}) == len(own), f"a slot has the state after one number of tokens: {snapshots}"
+    assert len(own) <= config.num_snapshots, f"rows have slots left beside snapshots: {snapshots}"
 
 
 def count_states(cache: Cache) -> dict[str, Any]:
     """Returns the usage of the slots for states; nothing without recurrent layers."""
     if cache.state_slots is None:
         return {}
-    snapshots = _held_snapshots(cache).ravel()
-    held = np.concatenate([np.asarray(cache.state_slots.slots), snapshots])
-    holders = np.bincount(held, minlength=cache.config.num_state_slots + 1)[1:]
+    snapshots = _read_snapshots(cache).ravel()
+    named = np.concatenate([np.asarray(cache.state_slots.slots), snapshots])
+    holders = np.bincount(named, minlength=cache.config.num_state_slots + 1)[1:]
     used, size = int((holders > 0).sum()), cache.config.bytes_per_state
     found = {"num_slots": len(holders), "slots_used": used, "slots_free": len(holders) - used}
     found |= {"slots_shared": int((holders > 1).sum()), "bytes_per_state": size, "bytes_used": used * size}

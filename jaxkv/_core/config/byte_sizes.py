@@ -29,7 +29,7 @@ class ByteSizes(Groups):
 
     @property
     def kind_names(self) -> tuple[str, ...]:
-        """What the shapes of a layer's pool do not tell: its storage format, and which part of a row are values."""
+        """What the shapes of a layer's pool do not tell: its storage format, and which entries of a row are values."""
         widths = ((self.kind(i).name, layer.v_head_dim) for i, layer in enumerate(self.layers))
         return tuple(name if width is None else f"{name} with values of {width} in " for name, width in widths)
 
@@ -117,23 +117,24 @@ class ByteSizes(Groups):
         slots = (self.pool_shape(layer)[0], 1, 1, self.block_size)
         return (*slots, self._padded(index_dim)), slots if self.index_kind(layer).is_quantized else None
 
-    def part_shapes(self, layer: int) -> tuple[tuple[int, ...] | None, ...]:
+    def array_shapes(self, layer: int) -> tuple[tuple[int, ...] | None, ...]:
         """Returns the shapes of a layer's arrays, in the order of `Pool.arrays`; None: there is no such array."""
         shapes = (self.pool_shape(layer), self.scale_shape(layer), self.bounds_shape(layer))
         return (*shapes, *self.index_shapes(layer))
 
-    def part_dtypes(self, layer: int) -> tuple[np.dtype, ...]:
+    def array_dtypes(self, layer: int) -> tuple[np.dtype, ...]:
         """Returns the dtypes of a layer's arrays, in the order of `Pool.arrays`."""
         kind, index = self.kind(layer), self.index_kind(layer)
         own = (kind.storage_dtype, kind.scale_dtype, self.bounds_dtype(layer), index.storage_dtype, index.scale_dtype)
         return tuple(map(np.dtype, own))
 
-    def stack_shapes(self, layer: int, parts: int = 1) -> tuple[tuple[int, ...] | None, ...]:
-        """Returns the shapes of the arrays that store a layer (`part_shapes`), over all layers of its stack. Each of
-        the `parts` shards has a null block."""
+    def stack_shapes(self, layer: int, num_shards: int = 1) -> tuple[tuple[int, ...] | None, ...]:
+        """Returns the shapes of the arrays that store a layer (`array_shapes`), over all layers of its stack. Each of
+        the `num_shards` shards has a null block."""
         count = len(self.stack(layer))
         return tuple(
-            None if shape is None else (count * (shape[0] + parts - 1), *shape[1:]) for shape in self.part_shapes(layer)
+            None if shape is None else (count * (shape[0] + num_shards - 1), *shape[1:])
+            for shape in self.array_shapes(layer)
         )
 
     def bytes_per_group_block(self, group: int) -> int:
@@ -145,8 +146,8 @@ class ByteSizes(Groups):
 
     def bytes_per_layer_block(self, layer: int) -> int:
         """Returns the bytes of one block of one layer, scales, bounds and index keys included."""
-        parts = zip(self.part_shapes(layer), self.part_dtypes(layer), strict=True)
-        return sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in parts if shape is not None)
+        arrays = zip(self.array_shapes(layer), self.array_dtypes(layer), strict=True)
+        return sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in arrays if shape is not None)
 
     def bytes_per_block_read(self, layer: int) -> int:
         """Returns the bytes that attention reads of one block of one layer: keys, values and scales."""
@@ -156,15 +157,15 @@ class ByteSizes(Groups):
 
     def index_bytes_per_block(self, layer: int) -> int:
         """Returns the bytes that choosing tokens reads of one block of one layer: index keys and their scales."""
-        parts = zip(self.index_shapes(layer), self.part_dtypes(layer)[-2:], strict=True)
-        return sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in parts if shape is not None)
+        arrays = zip(self.index_shapes(layer), self.array_dtypes(layer)[-2:], strict=True)
+        return sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in arrays if shape is not None)
 
     def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
         form, kind = self.form(layer), self.kind(layer)
-        parts, heads, width = form.row_shape(*self.stored_heads(layer))
+        rows, heads, width = form.row_shape(*self.stored_heads(layer))
         # Rows that pack two are padded as they are stored: in four bits to whole bytes of lanes.
         stored = self._padded(kind.stored_dim(width)) if form.joins else kind.stored_dim(self._padded(width))
-        return (parts, heads, self.block_size, stored)
+        return (rows, heads, self.block_size, stored)
 
     def _evicts_by_heads(self, layer: int) -> bool:
         return self.layer_config(self.owner(layer)).evict == "head"
@@ -175,8 +176,8 @@ class ByteSizes(Groups):
     def _block_scales(self, layer: int) -> tuple[int, ...] | None:
         if not self.kind(layer).is_quantized:
             return None
-        parts, heads = self.stored_heads(layer)
-        return (parts, heads, self.block_size, *self.scale_axes(layer))
+        num_arrays, heads = self.stored_heads(layer)
+        return (num_arrays, heads, self.block_size, *self.scale_axes(layer))
 
     def scale_axes(self, layer: int) -> tuple[int, ...]:
         """Returns the axes after `[..., K, block_size]` in the shape of a quantized layer's scales."""
@@ -223,17 +224,17 @@ class ByteSizes(Groups):
         )
         return self.max_seqs * self.max_seq_len * block // self.block_size
 
-    def check_memory(self, device: Any = None, parts: int = 1) -> None:
-        """Raises ValueError if a cache exceeds the memory of `device`, which holds one of `parts` equal shards of its
-        pools. Default: the device that arrays are made on now."""
+    def check_memory(self, device: Any = None, num_shards: int = 1) -> None:
+        """Raises ValueError if a cache exceeds the memory of `device`, which holds one of `num_shards` equal shards of
+        its pools. Default: the device that arrays are made on now."""
         if is_tracing():  # nothing is allocated here
             return
         device = next(iter(jnp.zeros(()).devices())) if device is None else device
         memory = (device.memory_stats() or {}).get("bytes_limit")
         if device.platform == "cpu" and hasattr(os, "sysconf"):
-            memory, parts = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 1  # all devices share it
+            memory, num_shards = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 1  # all devices share it
         entries = self.max_seqs * sum(w * n for w, n in zip(self.table_widths, self.group_heads, strict=True))
-        needed = self.bytes // parts + entries * np.dtype(np.int32).itemsize
+        needed = self.bytes // num_shards + entries * np.dtype(np.int32).itemsize
         if memory and needed > memory:
             raise ValueError(
                 f"The cache would take {needed} bytes, but {device} has {memory} bytes of memory: give it fewer "

@@ -52,7 +52,7 @@ def dense_layers(cache: Any, heads_first: bool | None = None) -> list[Dense]:
 
 def natural(text: str) -> list[Any]:
     """Returns a sort key that puts layer_2 before layer_10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
+    return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", text)]
 
 
 def _pairs(node: Any, where: str) -> Iterator[tuple[str, Any, Any, bool]]:

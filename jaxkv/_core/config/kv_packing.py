@@ -44,9 +44,9 @@ class Apart:
         """What one row packs, in words; "" without packing."""
         return ""
 
-    def row_shape(self, parts: int, heads: int) -> tuple[int, int, int]:
-        """Returns the rows of a token, the heads of each and the width, for `parts` arrays of `heads` heads."""
-        return parts, heads, self.head_dim
+    def row_shape(self, num_arrays: int, heads: int) -> tuple[int, int, int]:
+        """Returns the rows of a token, the heads of each and the width, for `num_arrays` arrays of `heads` heads."""
+        return num_arrays, heads, self.head_dim
 
     def heads(self, num_heads: int) -> int:
         """Returns the number of heads of a pool whose rows have `num_heads` packed heads."""
@@ -95,7 +95,7 @@ class OneRow(Apart):
     def description(self) -> str:
         return f"Keys and values of {self.head_dim}"
 
-    def row_shape(self, parts: int, heads: int) -> tuple[int, int, int]:
+    def row_shape(self, num_arrays: int, heads: int) -> tuple[int, int, int]:
         return 1, heads, 2 * self.head_dim
 
     def pack(self, kv: Any, axis: int) -> Any:
@@ -151,8 +151,8 @@ class Pairs(Apart):
     def description(self) -> str:
         return f"Two heads of {self.head_dim}"
 
-    def row_shape(self, parts: int, heads: int) -> tuple[int, int, int]:
-        return parts, heads // 2, 2 * self.head_dim
+    def row_shape(self, num_arrays: int, heads: int) -> tuple[int, int, int]:
+        return num_arrays, heads // 2, 2 * self.head_dim
 
     def heads(self, num_heads: int) -> int:
         return 2 * num_heads

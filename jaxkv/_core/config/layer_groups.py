@@ -76,14 +76,14 @@ class Groups:
         return tuple(map(self._table_width, range(len(self.groups))))
 
     def _table_width(self, group: int) -> int:
-        most, held = self.max_blocks_per_seq, max(FEW_COLUMNS, self.group_blocks[group])
+        most, columns = self.max_blocks_per_seq, max(FEW_COLUMNS, self.group_blocks[group])
         if self.group_evicts[group] is not None:
-            return min(most, held)
+            return min(most, columns)
         if self.group_visible_tokens[group] is None:
-            return min(most, max(held, FEW_ENTRIES // self.max_seqs))
+            return min(most, max(columns, FEW_ENTRIES // self.max_seqs))
         apart = self.retentions[group].slide_columns(self.block_size)
         # The first token of an endless row may be anywhere in its block.
-        return min(most + 1 + apart if self.is_endless else most, held + apart)
+        return min(most + 1 + apart if self.is_endless else most, columns + apart)
 
     def row_places(self, group: int) -> int:
         """Returns the maximum tokens of a row that a group's layers hold at once, if rows do not slide."""

@@ -31,13 +31,13 @@ def take_shard(x: jax.Array, i: int, *, mesh: Mesh, axis: str) -> jax.Array:
     else:
         place = SingleDeviceSharding(devices.item())
     shape = (x.shape[0] // mesh.shape[axis], *x.shape[1:]) if divided else x.shape
-    held = {shard.device: shard.data for shard in x.addressable_shards}
-    return _assemble(shape, place, devices, held)
+    shards = {shard.device: shard.data for shard in x.addressable_shards}
+    return _assemble(shape, place, devices, shards)
 
 
-def _assemble(shape: tuple[int, ...], place: Sharding, devices: np.ndarray, held: dict[Any, jax.Array]) -> jax.Array:
+def _assemble(shape: tuple[int, ...], place: Sharding, devices: np.ndarray, shards: dict[Any, jax.Array]) -> jax.Array:
     """Returns an array of what this process has of it on some of the devices."""
-    return jax.make_array_from_single_device_arrays(shape, place, [held[d] for d in devices.flat if d in held])
+    return jax.make_array_from_single_device_arrays(shape, place, [shards[d] for d in devices.flat if d in shards])
 
 
 def abstract_array(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -45,14 +45,14 @@ def abstract_array(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def join_shards(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
+def join_shards(shards: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
     """Joins shards, as `take_shard` returns them, along the first axis; numbers become an array of one per shard."""
-    pieces = [shard.data for part in parts for shard in part.addressable_shards]
-    if parts[0].ndim == 0:
+    pieces = [piece.data for shard in shards for piece in shard.addressable_shards]
+    if shards[0].ndim == 0:
         pieces = [jax.device_put(np.asarray(x)[None], x.sharding) for x in pieces]
-        shape: tuple[int, ...] = (len(parts),)
+        shape: tuple[int, ...] = (len(shards),)
     else:
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        shape = (sum(shard.shape[0] for shard in shards), *shards[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
@@ -68,13 +68,13 @@ def split_model(model: Any, axis: str = AXIS) -> list[Any]:
     if mesh is None or mesh.shape[axis] == 1:
         return [model]
 
-    def part(x: Any, i: int) -> Any:
+    def take(x: Any, i: int) -> Any:
         if not (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
             return x
         _check_whole(x, axis)
         return take_shard(x, i, mesh=mesh, axis=axis)
 
-    return [jax.tree.map(lambda x, i=i: part(x, i), model) for i in range(mesh.shape[axis])]
+    return [jax.tree.map(lambda x, i=i: take(x, i), model) for i in range(mesh.shape[axis])]
 
 
 def take_local_model(model: Any, axis: str = AXIS) -> Any:
@@ -92,15 +92,15 @@ def take_local_model(model: Any, axis: str = AXIS) -> Any:
         np.take(mesh.devices, own, axis=mesh.axis_names.index(axis)), mesh.axis_names, axis_types=mesh.axis_types
     )
 
-    def part(x: Any) -> Any:
+    def localize(x: Any) -> Any:
         if not (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
             return x
         _check_whole(x, axis)
-        held = {shard.device: shard.data for shard in x.addressable_shards}
+        shards = {shard.device: shard.data for shard in x.addressable_shards}
         place = NamedSharding(here, x.sharding.spec)
-        return _assemble(x.shape, place, here.devices, held)
+        return _assemble(x.shape, place, here.devices, shards)
 
-    return jax.tree.map(part, model)
+    return jax.tree.map(localize, model)
 
 
 def count_model_shards(model: Any, axis: str = AXIS) -> int:
@@ -111,8 +111,8 @@ def count_model_shards(model: Any, axis: str = AXIS) -> int:
 
 def _local_shards(mesh: Mesh, axis: str) -> list[int]:
     """Returns the shards of the axis that this process has to itself, or together with the same other processes."""
-    parts = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)
-    owners = [{device.process_index for device in devices} for devices in parts]
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)
+    owners = [{device.process_index for device in shard} for shard in devices]
     own = [i for i, processes in enumerate(owners) if jax.process_index() in processes]
     if any(owners[i] != owners[own[0]] for i in own):
         raise ValueError(

@@ -78,22 +78,22 @@ def sum_rows(x: Any, config: CacheConfig) -> Any:
 
 def sum_shards(x: jax.Array, tables: BlockTables) -> jax.Array:
     """Sums values of head rows: to `i32[]`, or per shard `i32[P]` if a table's blocks are in shards."""
-    x = x if tables.parts == 1 else x.reshape(tables.parts, -1)
+    x = x if tables.num_shards == 1 else x.reshape(tables.num_shards, -1)
     return x.sum(axis=-1, dtype=x.dtype)
 
 
 def sum_needs(x: jax.Array, tables: BlockTables, config: CacheConfig) -> jax.Array:
     """Sums the blocks that the head rows of each row need: to `i32[S]`, or per shard `i32[P, S]`."""
-    if tables.parts == 1:
+    if tables.num_shards == 1:
         return sum_rows(x, config)
-    return x.reshape(tables.parts, -1, config.max_seqs).sum(axis=1, dtype=x.dtype)
+    return x.reshape(tables.num_shards, -1, config.max_seqs).sum(axis=1, dtype=x.dtype)
 
 
 def repeat_for_shards(x: Any, tables: BlockTables) -> jax.Array:
     """Repeats values of shards, `[P]` or `[P, S]`, for each head row; with one shard they stay as they are."""
-    if tables.parts == 1:
+    if tables.num_shards == 1:
         return x
-    lines = tables.lengths.shape[0] // tables.parts
+    lines = tables.lengths.shape[0] // tables.num_shards
     if x.ndim == 1:
         return jnp.repeat(x, lines)
     return jnp.broadcast_to(x[:, None], (x.shape[0], lines // x.shape[1], x.shape[1])).reshape(-1)
@@ -101,13 +101,13 @@ def repeat_for_shards(x: Any, tables: BlockTables) -> jax.Array:
 
 def list_blocks(tables: BlockTables) -> np.ndarray:
     """Returns `i32[N]`, a table's blocks without the null blocks."""
-    return list_shard_blocks(tables.num_blocks, tables.parts)
+    return list_shard_blocks(tables.num_blocks, tables.num_shards)
 
 
-def list_shard_blocks(num_blocks: int, parts: int) -> np.ndarray:
-    """Returns `i32[N]`, the indices of `num_blocks` blocks in `parts` shards, each after a null block."""
-    number = np.arange(num_blocks + parts, dtype=np.int32)
-    return number[number % (len(number) // parts) != NULL_BLOCK]
+def list_shard_blocks(num_blocks: int, num_shards: int) -> np.ndarray:
+    """Returns `i32[N]`, the indices of `num_blocks` blocks in `num_shards` shards, each after a null block."""
+    number = np.arange(num_blocks + num_shards, dtype=np.int32)
+    return number[number % (len(number) // num_shards) != NULL_BLOCK]
 
 
 def any_head(x: Any, config: CacheConfig) -> Any:

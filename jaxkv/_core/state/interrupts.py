@@ -89,11 +89,11 @@ def hold_back_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[int] = []
+    pending: list[int] = []
 
     def hold(number: int, frame: Any) -> None:
-        held.append(number)
-        if len(held) > 1 and callable(before):
+        pending.append(number)
+        if len(pending) > 1 and callable(before):
             before(number, frame)
 
     before = signal.signal(signal.SIGINT, hold)
@@ -101,5 +101,5 @@ def hold_back_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
-        if held:
+        if pending:
             signal.raise_signal(signal.SIGINT)

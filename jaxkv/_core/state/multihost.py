@@ -122,21 +122,21 @@ def place_like(x: Any, own: Any) -> Any:
     return jax.device_put(np.asarray(x)) if isinstance(x, np.ndarray) or x.committed else x
 
 
-def read_own_part(tree: Any) -> Any:
+def read_local_shards(tree: Any) -> Any:
     """Returns the arrays of a pytree on the host: of those on devices of several processes what this one has."""
     if is_local(tree):
         return jax.device_get(tree)
 
     def read(x: Any) -> np.ndarray:
-        if not _is_in_parts(x):
+        if not _is_divided(x):
             return np.asarray(x)
-        part = None
+        local = None
         for shard in x.addressable_shards:
             shape, place = _find_place(shard.index, x.sharding, x.shape)
-            part = np.empty(shape, x.dtype) if part is None else part
-            part[place] = shard.data
-        assert part is not None  # this process has a device of them
-        return part
+            local = np.empty(shape, x.dtype) if local is None else local
+            local[place] = shard.data
+        assert local is not None  # this process has a device of them
+        return local
 
     return jax.tree.map(read, tree)
 
@@ -148,15 +148,15 @@ def read_whole(tree: Any) -> Any:
         return jax.device_get(tree)
 
     leaves, structure = jax.tree.flatten(tree)
-    parts = [i for i, x in enumerate(leaves) if _is_in_parts(x)]
-    if parts:
-        gather = _gather_on(NamedSharding(leaves[parts[0]].sharding.mesh, PartitionSpec()))
-        for i, whole in zip(parts, gather([leaves[i] for i in parts]), strict=True):
+    divided = [i for i, x in enumerate(leaves) if _is_divided(x)]
+    if divided:
+        gather = _gather_on(NamedSharding(leaves[divided[0]].sharding.mesh, PartitionSpec()))
+        for i, whole in zip(divided, gather([leaves[i] for i in divided]), strict=True):
             leaves[i] = whole
     return jax.tree.unflatten(structure, map(np.asarray, leaves))
 
 
-def _is_in_parts(x: Any) -> bool:
+def _is_divided(x: Any) -> bool:
     """Tells whether no process has all of an array."""
     return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
@@ -167,18 +167,18 @@ def _gather_on(sharding: NamedSharding) -> Any:
     return jax.jit(lambda arrays: arrays, out_shardings=sharding)
 
 
-def put_own_part(tree: Any, own: Any) -> Any:
-    """Returns blocks `[n, ...]`, as `read_own_part` returned them, on the devices of those in `own`, with which they
-    are of one shape. What is there already, or whole in every process, stays as it is."""
+def put_local_shards(tree: Any, own: Any) -> Any:
+    """Returns blocks `[n, ...]`, as `read_local_shards` returned them, on the devices of those in `own`, which have
+    the same shapes. What is there already, or whole in every process, stays as it is."""
     if is_local(own):
         return tree
 
-    def put(part: Any, x: jax.Array) -> Any:
-        if isinstance(part, jax.Array) or x.is_fully_replicated:
-            return part
-        shape = (part.shape[0], *x.shape[1:])
+    def put(local: Any, x: jax.Array) -> Any:
+        if isinstance(local, jax.Array) or x.is_fully_replicated:
+            return local
+        shape = (local.shape[0], *x.shape[1:])
         return jax.make_array_from_callback(
-            shape, x.sharding, lambda index: part[_find_place(index, x.sharding, shape)[1]]
+            shape, x.sharding, lambda index: local[_find_place(index, x.sharding, shape)[1]]
         )
 
     leaves, structure = jax.tree.flatten(tree)
@@ -187,14 +187,14 @@ def put_own_part(tree: Any, own: Any) -> Any:
 
 def _find_place(index: Any, sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[slice, ...]]:
     """Returns the shape of all shards that this process has of an array, and where the shard `index` is in it."""
-    held, place = [], []
+    local_shape, place = [], []
     shards = sharding.addressable_devices_indices_map(shape).values()
     for axis, size in enumerate(shape):
         ranges = sorted({s[axis].indices(size)[:2] for s in shards if s is not None})
         first, width = ranges.index(index[axis].indices(size)[:2]), ranges[0][1] - ranges[0][0]
-        held.append(len(ranges) * width)
+        local_shape.append(len(ranges) * width)
         place.append(slice(first * width, (first + 1) * width))
-    return tuple(held), tuple(place)
+    return tuple(local_shape), tuple(place)
 
 
 def is_local(tree: Any) -> bool:

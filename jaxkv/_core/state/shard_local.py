@@ -79,15 +79,15 @@ class HeadShard(NamedTuple):
 def find_head_shard(pool: Pool) -> HeadShard | None:
     """Returns the device's shard of blocks, inside a `shard_map` over the axis that heads with their own blocks are
     divided over; None if the device has all blocks."""
-    if pool.parts == 1 or pool.heads is None or enclosing_mesh(pool, pool.heads) is None:
+    if pool.num_shards == 1 or pool.heads is None or enclosing_mesh(pool, pool.heads) is None:
         return None
-    return HeadShard(jax.lax.axis_index(pool.heads), pool.parts, pool.kv.shape[0], pool.heads)
+    return HeadShard(jax.lax.axis_index(pool.heads), pool.num_shards, pool.kv.shape[0], pool.heads)
 
 
 def localize_blocks(pool: Pool, block: jax.Array) -> jax.Array:
     """Returns indices of blocks within this device's shard; the null block for those of other devices."""
-    part = find_head_shard(pool)
-    return block if part is None else part.own(block)
+    shard = find_head_shard(pool)
+    return block if shard is None else shard.own(block)
 
 
 def localize_slots(pool: Pool, block: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:

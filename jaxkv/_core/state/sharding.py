@@ -19,7 +19,7 @@ from jaxkv._core.state.state import IndexKeys, Pool
 
 # Axis names in the specs for `run_on_shards`: a pool's KV heads, a step's new KV heads, query heads, a block's tokens;
 # and blocks, or head rows, which are divided instead where each head has its own.
-KV, NEW, Q, TOKENS, PARTS = "kv heads", "new kv heads", "query heads", "tokens of a block", "parts"
+KV, NEW, Q, TOKENS, BLOCK_AXIS = "kv heads", "new kv heads", "query heads", "tokens of a block", "blocks"
 
 
 def head_spec(axis: int, heads: str = KV) -> PartitionSpec:
@@ -27,7 +27,7 @@ def head_spec(axis: int, heads: str = KV) -> PartitionSpec:
     return PartitionSpec(*[None] * axis, heads)
 
 
-POOL = PartitionSpec(PARTS, None, KV, TOKENS)
+POOL = PartitionSpec(BLOCK_AXIS, None, KV, TOKENS)
 BLOCKS = PartitionSpec(None, None, KV, TOKENS)  # blocks copied out of a pool
 WHOLE = PartitionSpec()
 
@@ -101,12 +101,12 @@ def run_on_shards(
     if shards is None:
         return function(*arguments, **static)
     devices = shards.head_devices
-    in_parts = pool.parts > 1
-    by_kv = not in_parts and count_shards(pool.kv.shape[2], devices, str(shards.heads)) == devices
-    by_q = by_kv or in_parts if query_heads is None else query_heads % devices == 0
+    by_blocks = pool.num_shards > 1
+    by_kv = not by_blocks and count_shards(pool.kv.shape[2], devices, str(shards.heads)) == devices
+    by_q = by_kv or by_blocks if query_heads is None else query_heads % devices == 0
     if not by_q:  # every device computes all query heads
         arguments = jax.tree.map(functools.partial(_set_axis, None), arguments, is_leaf=_is_pool)
-    divided = {KV: by_kv, NEW: by_kv or in_parts, Q: by_q, PARTS: in_parts}
+    divided = {KV: by_kv, NEW: by_kv or by_blocks, Q: by_q, BLOCK_AXIS: by_blocks}
     axes = {name: shards.heads if is_so else None for name, is_so in divided.items()} | {TOKENS: shards.context}
 
     def rename_axes(spec: PartitionSpec) -> PartitionSpec:
@@ -155,12 +155,12 @@ class _IndexApart:
 
     def split(self, out: Any) -> tuple[Any, list[Any], list[Any]]:
         """Returns a result without index keys, then those that each device has whole, and those that it has runs of."""
-        parts, self._structure = jax.tree.flatten(out, is_leaf=_is_index)
+        leaves, self._structure = jax.tree.flatten(out, is_leaf=_is_index)
         specs = jax.tree.leaves(jax.tree.broadcast(self._given, out, is_leaf=_is_spec), is_leaf=_is_index_or_spec)
         in_runs = [_is_index(spec) and self._context is not None and self._context in spec.keys for spec in specs]
-        keys = [[x if _is_index(x) and run is kind else None for x, run in zip(parts, in_runs, strict=True)]
+        keys = [[x if _is_index(x) and run is kind else None for x, run in zip(leaves, in_runs, strict=True)]
                 for kind in (False, True)]  # fmt: skip
-        return self._structure.unflatten([None if _is_index(x) else x for x in parts]), *keys
+        return self._structure.unflatten([None if _is_index(x) else x for x in leaves]), *keys
 
     def join(self, out: Any, whole: list[Any], in_runs: list[Any]) -> Any:
         """Returns the result that was split."""
@@ -207,11 +207,11 @@ def shard_shapes(pool: Pool) -> dict[str, Any]:
         return {"kv": pool.kv}
     count = shards.mesh.shape[shards.context]
 
-    def part(x: jax.Array) -> jax.ShapeDtypeStruct:
+    def shard_shape(x: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*x.shape[:3], x.shape[3] // count, *x.shape[4:]), x.dtype)
 
-    scale = {} if pool.scale is None else {"kv_scale": part(pool.scale)}
-    return {"kv": part(pool.kv), "stripe": jax.ShapeDtypeStruct((2,), jnp.int32)} | scale
+    scale = {} if pool.scale is None else {"kv_scale": shard_shape(pool.scale)}
+    return {"kv": shard_shape(pool.kv), "stripe": jax.ShapeDtypeStruct((2,), jnp.int32)} | scale
 
 
 def enclosing_mesh(pool: Pool, axis: str) -> AbstractMesh | None:
@@ -264,7 +264,7 @@ def _keep_whole(x: Any) -> Any:
         return x
 
     def keep(spec: PartitionSpec) -> PartitionSpec:
-        return PartitionSpec(*(None if name in (KV, PARTS) else name for name in spec))
+        return PartitionSpec(*(None if name in (KV, BLOCK_AXIS) else name for name in spec))
 
     return jax.tree.map(keep, x, is_leaf=_is_spec)
 

@@ -66,7 +66,7 @@ class BlockTables:
     __repr__ = describe_tables
 
     @property
-    def held(self) -> jax.Array:
+    def num_blocks_per_row(self) -> jax.Array:
         """`i32[S]`: blocks in each row's table, reserved ones included."""
         return jnp.sum(self.tables != NULL_BLOCK, axis=1, dtype=jnp.int32)
 
@@ -86,14 +86,14 @@ class BlockTables:
         return self.free_list.shape[0]
 
     @property
-    def parts(self) -> int:
+    def num_shards(self) -> int:
         """Number of shards of the blocks, P."""
         return self.num_free.shape[0] if self.num_free.ndim else 1
 
     @property
     def num_used(self) -> jax.Array:
         """`i32[]`: blocks that are not free."""
-        return self.num_blocks - (self.num_free if self.parts == 1 else self.num_free.sum())
+        return self.num_blocks - (self.num_free if self.num_shards == 1 else self.num_free.sum())
 
 
 @register_export
@@ -128,7 +128,7 @@ class Pool:
     context: str | None = dataclasses.field(default=None, metadata={"static": True})
     # Number of devices of the heads' axis that the blocks are divided among, each with its own null block and blocks
     # of its own heads: see `BlockTables`. 1: a block holds all heads, or each device has all blocks.
-    parts: int = dataclasses.field(default=1, metadata={"static": True})
+    num_shards: int = dataclasses.field(default=1, metadata={"static": True})
 
     __repr__ = describe_pool
 
@@ -167,7 +167,7 @@ class Pool:
 
     def like(self, other: "Pool") -> "Pool":
         """Returns these blocks with the mesh axes of another pool."""
-        return dataclasses.replace(self, heads=other.heads, context=other.context, parts=other.parts)
+        return dataclasses.replace(self, heads=other.heads, context=other.context, num_shards=other.num_shards)
 
 
 @register_export

@@ -57,8 +57,8 @@ def describe_pool(pool: Any) -> str:
     """Returns the `repr` of a `Pool`."""
     if is_donated(pool):
         return f"Pool({DONATED})"
-    parts = dict(zip(("scale", "bounds", "index", "index scale"), pool.arrays[1:], strict=True))
-    others = "".join(f", {name} {describe_array(x)}" for name, x in parts.items() if x is not None)
+    arrays = dict(zip(("scale", "bounds", "index", "index scale"), pool.arrays[1:], strict=True))
+    others = "".join(f", {name} {describe_array(x)}" for name, x in arrays.items() if x is not None)
     axes = {"heads": pool.heads, "context": pool.context}
     others += "".join(f", {name} over the mesh axis {axis!r}" for name, axis in axes.items() if axis is not None)
     return f"Pool({describe_array(pool.kv)}{others})"
@@ -77,10 +77,10 @@ def describe_slots(slots: Any) -> str:
     """Returns the `repr` of `StateSlots`."""
     if is_donated(slots):
         return f"StateSlots({DONATED})"
-    held = read_integers(slots.slots)
-    if held is None or held.ndim != 1:
+    named = read_integers(slots.slots)
+    if named is None or named.ndim != 1:
         return f"StateSlots({describe_array(slots.slots)})"
-    return f"StateSlots({len(set(held[held > 0].tolist()))} of {len(held)} slots used)"
+    return f"StateSlots({len(set(named[named > 0].tolist()))} of {len(named)} slots used)"
 
 
 def describe_state_layer(layer: Any) -> str:

@@ -19,7 +19,8 @@ from jaxkv._tiers.prefix_cache.retained_blocks import count_unused
 
 def measure_room(cache: Cache) -> jax.Array:
     """Returns `i32[groups, 2]`: free blocks, and blocks that only an index keeps."""
-    free = (tables.num_free if tables.parts == 1 else tables.parts * tables.num_free.min() for tables in cache.tables)
+    counts = ((tables.num_shards, tables.num_free) for tables in cache.tables)
+    free = (num_free if num_shards == 1 else num_shards * num_free.min() for num_shards, num_free in counts)
     return jnp.stack([jnp.stack([n, count_unused(tables)]) for n, tables in zip(free, cache.tables, strict=True)])
 
 

@@ -15,7 +15,7 @@ from jaxkv._core.config.cache_config import CacheConfig, check_config
 from jaxkv._core.config.validation import flag, integer, real, show
 from jaxkv._core.state.columns import row_entries
 from jaxkv._core.state.head_rows import refuse_evicting
-from jaxkv._core.state.multihost import put_own_part
+from jaxkv._core.state.multihost import put_local_shards
 from jaxkv._files.blocks import BlockFiles, SavedBlock, fingerprint
 from jaxkv._tiers.prefix_cache.arguments import read_identity, read_tokens
 from jaxkv._tiers.prefix_cache.disk import flush, open_disk, recall
@@ -187,7 +187,7 @@ class PrefixCache:
         check_row(cache, row)
         if not isinstance(match, Match):
             raise ValueError(f"match must be what the method match returned, not {show(match)}.")
-        length, held = jax.device_get((cache.lengths, [tables.held for tables in cache.tables]))
+        length, held = jax.device_get((cache.lengths, [tables.num_blocks_per_row for tables in cache.tables]))
         if length[row] or any(h[row] for h in held):
             raise ValueError(
                 f"Row {row} holds {length[row]} tokens in {max(int(h[row]) for h in held)} blocks: adopt into an empty "
@@ -207,7 +207,7 @@ class PrefixCache:
         change.attach(row, chain, columns)
         saved = {} if match.is_repeat else {"hits": 1, "tokens_saved": match.num_tokens}
         snapshots = self._index.snapshots
-        states = () if snapshots is None else put_own_part(snapshots.use(chain[-1]), cache.states)
+        states = () if snapshots is None else put_local_shards(snapshots.use(chain[-1]), cache.states)
         return self._commit(change, chain, counts=saved), states
 
     def insert(

@@ -10,7 +10,7 @@ import numpy as np
 from jaxkv._core.blocks.allocator import replace_entries
 from jaxkv._core.blocks.block_copy import pad_size, read_group
 from jaxkv._core.cache.cache import Cache
-from jaxkv._core.state.multihost import read_own_part
+from jaxkv._core.state.multihost import read_local_shards
 from jaxkv._core.state.state import BlockTables, Pool
 from jaxkv._tiers.prefix_cache.node import Node
 
@@ -65,9 +65,8 @@ def warm(cache: Cache) -> None:
             np.int32(0),
             np.int32(0),
         )
-        jax.device_get(
-            (tables.tables[0], tables.lengths[0], tables.held, None if tables.skipped is None else tables.skipped[0])
-        )
+        skipped = None if tables.skipped is None else tables.skipped[0]
+        jax.device_get((tables.tables[0], tables.lengths[0], tables.num_blocks_per_row, skipped))
 
 
 def count_unused(tables: BlockTables) -> jax.Array:
@@ -81,8 +80,7 @@ def read_contents(cache: Cache, group: int, nodes: Sequence[Node]) -> list[list[
     blocks[: len(nodes)] = [node.blocks[group] for node in nodes]
     found = read_group(cache, group, blocks)
     # As if it had lain on one device: so does what comes from a file.
-    parts = [
-        dataclasses.replace(found[layer], heads=None, context=None, parts=1) for layer in cache.config.groups[group]
-    ]
-    parts = read_own_part(parts)
-    return [jax.tree.map(lambda x, i=i: x[i].copy(), parts) for i in range(len(nodes))]
+    layers = cache.config.groups[group]
+    pools = [dataclasses.replace(found[layer], heads=None, context=None, num_shards=1) for layer in layers]
+    pools = read_local_shards(pools)
+    return [jax.tree.map(lambda x, i=i: x[i].copy(), pools) for i in range(len(nodes))]

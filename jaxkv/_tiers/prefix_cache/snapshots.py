@@ -16,7 +16,7 @@ import numpy as np
 from jaxkv._core.blocks.slot_allocator import put_row_states, read_row_states
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.state.multihost import read_own_part
+from jaxkv._core.state.multihost import read_local_shards
 from jaxkv._core.state.state_slots import NULL_SLOT
 from jaxkv._files.blocks import BlockFiles
 from jaxkv._tiers.prefix_cache.node import Node
@@ -129,7 +129,7 @@ class Snapshots:
     def move_to_host(self, nodes: Mapping[int, Node]) -> None:
         """Moves the states of the device to host memory, of nodes that have blocks; drops the others."""
         whole = {digest: x for digest, x in self.held.items() if _is_whole(x, nodes)}
-        states = read_own_part({digest: x.states for digest, x in whole.items()})
+        states = read_local_shards({digest: x.states for digest, x in whole.items()})
         self.held = {digest: dataclasses.replace(x, states=states[digest]) for digest, x in whole.items()}
 
     # The parts.
@@ -160,7 +160,7 @@ class Snapshots:
             found = {digest: x for digest, x in found.items() if _is_whole(x, nodes)}
         if not found or (self.disk is None and not self._count_hosted(room)):
             return
-        states = read_own_part({digest: x.states for digest, x in found.items()})
+        states = read_local_shards({digest: x.states for digest, x in found.items()})
         hosted = self.hosted | {digest: dataclasses.replace(x, states=states[digest]) for digest, x in found.items()}
         _, victims = self._drop(hosted, nodes, set(stay), self._count_hosted(room))
         for snapshot in victims.values():

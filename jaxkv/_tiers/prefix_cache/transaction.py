@@ -10,7 +10,7 @@ from jaxkv._core.blocks.block_copy import pad_size, put_group
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.columns import columns_for
 from jaxkv._core.state.errors import OutOfBlocks
-from jaxkv._core.state.multihost import put_own_part
+from jaxkv._core.state.multihost import put_local_shards
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._tiers.prefix_cache.index import PrefixIndex
 from jaxkv._tiers.prefix_cache.node import Node
@@ -99,7 +99,7 @@ class Change:
             def read(layer: int, group: int = group, nodes: list[Node] = nodes + padding * nodes[:1]) -> Pool:
                 index = self.config.groups[group].index(layer)
                 parts = jax.tree.map(lambda *blocks: np.stack(blocks), *(node.host[group][index] for node in nodes))
-                return put_own_part(parts, self.cache.layer(layer).pool)
+                return put_local_shards(parts, self.cache.layer(layer).pool)
 
             cache = put_group(cache, group, read, target, put)
             for node, block in zip(nodes, np.asarray(target).tolist(), strict=False):
