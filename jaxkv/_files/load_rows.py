@@ -176,7 +176,7 @@ def _put(
 ) -> Cache:
     """Returns a cache of this config, or `into`, with saved rows `source` in its rows `target`."""
     free = config.group_blocks if into is None else jax.device_get([t.num_free for t in into.tables])
-    held = [held_rows(saved, tensors, g, source) for g in range(len(saved.groups))]
+    held = [read_group_rows(saved, tensors, g, source) for g in range(len(saved.groups))]
     plans = _fit(path, saved, held, source, config, free, partial_windows)
 
     def read(layer: int) -> Pool:
@@ -232,7 +232,7 @@ def lay_blocks(tensors: Mapping[str, np.ndarray], config: CacheConfig, layer: in
     return Pool.bundle(config.form(layer).pack(found.pop("layer"), axis=1), **found)
 
 
-def held_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group: int, rows: np.ndarray) -> GroupRows:
+def read_group_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group: int, rows: np.ndarray) -> GroupRows:
     """Returns the tokens that saved rows hold in a group's layers."""
     number = len(saved.lengths)
     lines = np.concatenate([rows + head * number for head in range(saved.config.group_heads[group])])

@@ -37,7 +37,7 @@ class HostBlocks:
     order: tuple[np.ndarray, ...]  # i32[m]: indices into the B blocks, row by row, in the order of their tables
     held: tuple[np.ndarray | None, ...]  # i32[n]: tokens left; None: all, in a group that does not evict
     thinned: tuple[np.ndarray | None, ...]  # i32[n]: as in `BlockTables`
-    parts: tuple[Pool | None, ...]  # the B blocks of each layer; None for a layer that shares another's
+    pools: tuple[Pool | None, ...]  # the B blocks of each layer; None for a layer that shares another's
     # The rows' states [n, ...] of each layer, by name; None for an attention layer, nothing without recurrent layers.
     states: tuple[dict[str, Any] | None, ...] = ()
     snapshots: RowSnapshots | None = None  # None: the rows have none
@@ -55,12 +55,12 @@ class HostBlocks:
     @property
     def blocks(self) -> tuple[Any, ...]:
         """`[B, 2, K, block_size, D]` for each layer, or None for a layer that shares another's."""
-        return tuple(None if part is None else part.kv for part in self.parts)
+        return tuple(None if pool is None else pool.kv for pool in self.pools)
 
     def __getitem__(self, i: int) -> "HostBlocks":
         if not 0 <= operator.index(i) < len(self):
             raise IndexError(f"There are {len(self)} rows, so there is no row {i!r} among them.")
-        parts, lines, orders = list(self.parts), [], []
+        pools, lines, orders = list(self.pools), [], []
         for layers, count, order in zip(self.groups, self.count, self.order, strict=True):
             lines.append(np.arange(i, len(count), len(self)))
             end = np.cumsum(count)
@@ -68,7 +68,7 @@ class HostBlocks:
             blocks, own = np.unique(named, return_inverse=True)
             orders.append(pad(own))
             for layer in layers:
-                parts[layer] = jax.tree.map(functools.partial(_pick, pad(blocks)), parts[layer])
+                pools[layer] = jax.tree.map(functools.partial(_pick, pad(blocks)), pools[layer])
 
         def select_row(several: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(x if x is None else x[own] for x, own in zip(several, lines, strict=True))
@@ -81,43 +81,43 @@ class HostBlocks:
             order=tuple(orders),
             held=select_row(self.held),
             thinned=select_row(self.thinned),
-            parts=tuple(parts),
+            pools=tuple(pools),
             states=jax.tree.map(functools.partial(_pick, np.array([i])), self.states),
             snapshots=None if self.snapshots is None else self.snapshots.select(i),
         )
 
     def drop_shared(
-        self, num_blocks: int, first_held: Sequence[int], sink_blocks: Sequence[int]
+        self, num_blocks: int, first_retained: Sequence[int], sink_blocks: Sequence[int]
     ) -> tuple["HostBlocks", list[int]]:
         """Returns one row without the contents of blocks that another row of a cache holds, and their number in each
         group.
 
-        `order` then names those blocks behind the ones in `parts`.
+        `order` then names those blocks behind the ones in `pools`.
 
         Args:
           num_blocks: the leading blocks that both rows have in common.
-          first_held: for each group the first block that the other row certainly holds, behind its
+          first_retained: for each group the first block that the other row certainly holds, behind its
             `sink_blocks`.
         """
-        parts, orders, dropped = list(self.parts), [], []
-        groups = zip(self.groups, self.count, self.order, self.first, first_held, sink_blocks, strict=True)
-        for layers, count, order, first, held_from, num_sinks in groups:
+        pools, orders, dropped = list(self.pools), [], []
+        groups = zip(self.groups, self.count, self.order, self.first, first_retained, sink_blocks, strict=True)
+        for layers, count, order, first, retained_from, num_sinks in groups:
             number = np.arange(int(count.sum()))
             ahead = min(len(number), num_sinks)
             block = np.where(number < ahead, number, number - ahead + int(first[0]))
-            is_held = (block < num_blocks) & ((block < ahead) | (block >= held_from))
-            moved, own = np.unique(order[: len(number)][~is_held], return_inverse=True)
+            is_shared = (block < num_blocks) & ((block < ahead) | (block >= retained_from))
+            moved, own = np.unique(order[: len(number)][~is_shared], return_inverse=True)
             blocks = pad(moved)
             named = np.empty(len(number), np.int32)
-            named[~is_held], named[is_held] = own, len(blocks) + np.arange(np.count_nonzero(is_held))
+            named[~is_shared], named[is_shared] = own, len(blocks) + np.arange(np.count_nonzero(is_shared))
             orders.append(pad(named))
-            dropped.append(int(np.count_nonzero(is_held)))
+            dropped.append(int(np.count_nonzero(is_shared)))
             for layer in layers if dropped[-1] else ():
-                parts[layer] = jax.tree.map(functools.partial(_pick, blocks), parts[layer])
+                pools[layer] = jax.tree.map(functools.partial(_pick, blocks), pools[layer])
         if not any(dropped):
             return self, dropped
         orders = [new if n else old for new, n, old in zip(orders, dropped, self.order, strict=True)]
-        return dataclasses.replace(self, order=tuple(orders), parts=tuple(parts)), dropped
+        return dataclasses.replace(self, order=tuple(orders), pools=tuple(pools)), dropped
 
     @property
     def num_tokens(self) -> int:
@@ -128,7 +128,7 @@ class HostBlocks:
     def bytes(self) -> int:
         """The bytes of all blocks, states and snapshots, scales included."""
         snapshots = () if self.snapshots is None else self.snapshots.states
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.parts, self.states, snapshots)))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.pools, self.states, snapshots)))
 
     def __repr__(self) -> str:
         return f"HostBlocks({self.num_tokens} tokens of {len(self)} rows, {self.bytes} bytes)"
@@ -144,7 +144,7 @@ def _flatten(host: HostBlocks) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
 
     data = {name: getattr(host, name) for name in _DATA}
     if not host.committed:
-        data |= {name: jax.tree.map(free, data[name]) for name in ("parts", "states", "snapshots")}
+        data |= {name: jax.tree.map(free, data[name]) for name in ("pools", "states", "snapshots")}
     keyed = [(jax.tree_util.GetAttrKey(name), x) for name, x in data.items()]
     return keyed, tuple(getattr(host, name) for name in _STATIC)
 

@@ -33,14 +33,14 @@ def may_share(cache: Cache) -> bool:
 
 
 @jax.jit
-def find_held_blocks(cache: Cache, parts: list[Pool | None], lines: Any) -> list[jax.Array]:
+def find_equal_blocks(cache: Cache, pools: list[Pool | None], lines: Any) -> list[jax.Array]:
     """Returns, for each group, `i32[B]`: blocks of the cache that equal blocks of a host and can be shared."""
     lengths, firsts, counts, orders, left, _ = jax.tree.map(jnp.asarray, lines)
     found = []
     for group, sink_blocks in enumerate(cache.config.group_sink_blocks):
         entries = list_entries(firsts[group], counts[group], orders[group], sink_blocks)
         tokens = jnp.tile(lengths, cache.config.group_heads[group]) if left[group] is None else left[group]
-        found.append(match_group_blocks(cache, group, entries, tokens, parts))
+        found.append(match_group_blocks(cache, group, entries, tokens, pools))
     return found
 
 
@@ -54,15 +54,15 @@ def find_blocks_of(cache: Cache, lines: Any, none: list[jax.Array], source: Any,
         shared = entries.is_there & (entries.column < num_blocks) & (end <= lengths[0])
         skipped = None if tables.skipped is None else tables.skipped[source]
         column, width = columns_of(entries.column, skipped, sink_blocks), tables.tables.shape[1]
-        is_held = shared & (column >= 0) & (column < width)
-        place = jnp.where(is_held, entries.block, none[group].shape[0])
+        is_shared = shared & (column >= 0) & (column < width)
+        place = jnp.where(is_shared, entries.block, none[group].shape[0])
         own = tables.tables[source, jnp.clip(column, 0, width - 1)]
         found.append(none[group].at[place].set(own, mode="drop"))
     return found
 
 
 @jax.jit
-def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+def make_room(cache: Cache, dst: jax.Array, lines: Any, equal: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
     """Returns the tables of a cache, without its pools, with blocks for the rows of a host; and for each group the
     destination of its blocks, `i32[B]`; `i32[m]` of a contiguous cache, which shares none.
 
@@ -70,7 +70,7 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
 
     Args:
       lines: the row metadata of a `HostBlocks`.
-      held: for each group `i32[B]`, an equal block that the cache has already.
+      equal: for each group `i32[B]`, an equal block that the cache has already.
     """
     lengths, firsts, counts, orders, left, thinned = jax.tree.map(jnp.asarray, lines)
     config, number = cache.config, lengths.shape[0]
@@ -87,15 +87,15 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
         skips.append(skipped_for(first, end, config, group))
         granted &= (end - skips[-1] <= group_tables.tables.shape[1]).reshape(-1, number).all(axis=0)
     entries = [e.skip(skipped[e.line]) for e, skipped in zip(entries, skips, strict=True)]
-    parts = [
+    shards = [
         find_block_shard(e, count.shape[0], there.shape[0], group_tables.num_shards)
-        for e, count, there, group_tables in zip(entries, counts, held, cache.tables, strict=True)
+        for e, count, there, group_tables in zip(entries, counts, equal, cache.tables, strict=True)
     ]
     if config.contiguous:
-        taken = [jnp.zeros(there.shape, bool) for there in held]
+        taken = [jnp.zeros(there.shape, bool) for there in equal]
         needs = [jnp.zeros((group_tables.num_shards, number), jnp.int32) for group_tables in cache.tables]
     else:
-        granted, taken, needs = grant_shared_rows(cache.tables, entries, held, parts, granted)
+        granted, taken, needs = grant_shared_rows(cache.tables, entries, equal, shards, granted)
     refused, wanted = ~granted, jnp.where(sensible | too_long, lengths, -1)
 
     def map_to_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -115,8 +115,10 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
             own = group_tables.tables.at[line[e.line], e.column].get(mode="fill", fill_value=NULL_BLOCK)
             targets.append(jnp.where(e.is_there, own, NULL_BLOCK))
         else:
-            group_tables, block = take_shared_blocks(group_tables, taken[group], parts[group])
-            group_tables = put_entries(group_tables, e, line, jnp.where(taken[group], block, held[group]), taken[group])
+            group_tables, block = take_shared_blocks(group_tables, taken[group], shards[group])
+            group_tables = put_entries(
+                group_tables, e, line, jnp.where(taken[group], block, equal[group]), taken[group]
+            )
             targets.append(block)
         needed = jnp.stack([map_to_rows(jnp.where(too_long, TOO_LONG, need), refused) for need in needs[group]])
         needed = needed[0] if group_tables.num_shards == 1 else needed
@@ -141,6 +143,6 @@ def are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
     inside = (rows >= 0) & (rows < cache.lengths.shape[0])
     at = jnp.where(inside, rows, 0)
     blocks = sum_rows(cache.tables[0].num_blocks_per_row, cache.config)
-    held = jnp.zeros(rows.shape, bool) if cache.config.contiguous else blocks[at] > 0
+    has_blocks = jnp.zeros(rows.shape, bool) if cache.config.contiguous else blocks[at] > 0
     named_before = jnp.any(jnp.tril(rows[:, None] == rows[None], -1), axis=1)
-    return inside & (cache.lengths[at] == 0) & ~held & ~named_before
+    return inside & (cache.lengths[at] == 0) & ~has_blocks & ~named_before

@@ -24,7 +24,7 @@ from jaxkv._core.state.head_rows import row_tables
 from jaxkv._core.state.multihost import place_like
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._tiers.host_blocks import HostBlocks, pad
-from jaxkv._tiers.host_room import are_empty, find_blocks_of, find_held_blocks, make_room, may_share
+from jaxkv._tiers.host_room import are_empty, find_blocks_of, find_equal_blocks, make_room, may_share
 
 
 def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
@@ -64,7 +64,7 @@ def swap_out_rows(cache: Cache, rows: Any, *, with_snapshots: bool) -> tuple[Cac
         raise ValueError("swap_out cannot be part of jit: how much there is to move is data. Call it between steps.")
     moved, config = _row_list(cache, rows), cache.config
     tables = jax.device_get(cache.tables)
-    parts: list[Pool | None] = [None] * cache.num_layers
+    pools: list[Pool | None] = [None] * cache.num_layers
     first, count, order, left, thinned = [], [], [], [], []
     for group, group_tables in enumerate(tables):
         lines = np.concatenate([moved + head * config.max_seqs for head in range(config.group_heads[group])])
@@ -78,8 +78,8 @@ def swap_out_rows(cache: Cache, rows: Any, *, with_snapshots: bool) -> tuple[Cac
         thinned.append(None if group_tables.thinned is None else group_tables.thinned[lines])
         ids, own = np.unique(entries[used], return_inverse=True)
         order.append(pad(own))
-        for layer, part in read_group(cache, group, pad(ids)).items():
-            parts[layer] = jax.tree.map(_to_host, part)
+        for layer, blocks in read_group(cache, group, pad(ids)).items():
+            pools[layer] = jax.tree.map(_to_host, blocks)
     states = jax.tree.map(_to_host, take_states(cache, moved))
     snapshots = read_row_snapshots(cache, moved) if with_snapshots else None
     if snapshots is not None:
@@ -92,7 +92,7 @@ def swap_out_rows(cache: Cache, rows: Any, *, with_snapshots: bool) -> tuple[Cac
         order=tuple(order),
         held=tuple(left),
         thinned=tuple(thinned),
-        parts=tuple(parts),
+        pools=tuple(pools),
         states=states,
         snapshots=snapshots,
         groups=config.groups,
@@ -149,59 +149,59 @@ def swap_in_beside(cache: Cache, row: Any, host: HostBlocks, source: Any, num_bl
 
 def bring_in(cache: Cache, dst: jax.Array, host: HostBlocks, beside: tuple[Any, Any] | None = None) -> Cache:
     """Copies a host's rows to rows `dst`, sharing equal blocks, or those of a given row and number."""
-    parts = [None if part is None else _to_device(part, cache, layer) for layer, part in enumerate(host.parts)]
+    pools = [None if blocks is None else _to_device(blocks, cache, layer) for layer, blocks in enumerate(host.pools)]
     lines = (host.lengths, host.first, host.count, host.order, host.held, host.thinned)
-    held = [jnp.zeros(parts[layers[0]].kv.shape[0], jnp.int32) for layers in host.groups]  # type: ignore[union-attr]
-    moved = [x.shape[0] for x in held]
+    equal = [jnp.zeros(pools[layers[0]].kv.shape[0], jnp.int32) for layers in host.groups]  # type: ignore[union-attr]
+    moved = [x.shape[0] for x in equal]
     if beside is not None:  # blocks that were not moved are counted behind those that were
-        held = [jnp.pad(x, (0, order.shape[0])) for x, order in zip(held, host.order, strict=True)]
-        held = find_blocks_of(cache, lines, held, *beside)
+        equal = [jnp.pad(x, (0, order.shape[0])) for x, order in zip(equal, host.order, strict=True)]
+        equal = find_blocks_of(cache, lines, equal, *beside)
     elif may_share(cache):
-        held = find_held_blocks(cache, parts, lines)
-    tables, targets = make_room(cache.replace(pools=()), dst, lines, held)
+        equal = find_equal_blocks(cache, pools, lines)
+    tables, targets = make_room(cache.replace(pools=()), dst, lines, equal)
     result = cache.replace(tables=tables)
     for group, target in enumerate(targets):
         order = jnp.asarray(host.order[group]) if cache.config.contiguous else None
         target = target if order is not None else target[: moved[group]]
-        result = put_group(result, group, functools.partial(_pick_parts, parts, order), target, put)
+        result = put_group(result, group, functools.partial(_pick_blocks, pools, order), target, put)
     result, snapshots = put_row_states(result, dst, place_states(host.states, cache)), host.snapshots
     if snapshots is not None:
         snapshots = dataclasses.replace(snapshots, states=place_states(snapshots.states, cache))
     return put_row_snapshots(result, dst, snapshots)
 
 
-def _pick_parts(parts: list[Pool | None], order: jax.Array | None, layer: int) -> Pool:
+def _pick_blocks(pools: list[Pool | None], order: jax.Array | None, layer: int) -> Pool:
     """Returns the moved blocks of a layer, or, where none can be shared, those of each row in `order`."""
-    part = parts[layer]
-    assert part is not None  # of a layer that has blocks
-    return part if order is None else jax.tree.map(lambda x: x[order], part)
+    blocks = pools[layer]
+    assert blocks is not None  # of a layer that has blocks
+    return blocks if order is None else jax.tree.map(lambda x: x[order], blocks)
 
 
 def make_host(
-    config: CacheConfig, lengths: np.ndarray, held: Sequence[GroupRows], parts: Sequence[Pool | None], states: Any
+    config: CacheConfig, lengths: np.ndarray, group_rows: Sequence[GroupRows], pools: Sequence[Pool | None], states: Any
 ) -> HostBlocks:
     """Returns rows of `lengths` tokens as `swap_in` takes them.
 
     Args:
       config: of the cache they are for.
-      held: what the rows hold in each group. Blocks count from 1, in the order of `parts`; 0: none.
-      parts: the blocks of each layer; bounds are added where the cache has them.
+      group_rows: what the rows hold in each group. Blocks count from 1, in the order of `pools`; 0: none.
+      pools: the blocks of each layer; bounds are added where the cache has them.
     """
-    used, all_parts = [group.tables != NULL_BLOCK for group in held], list(parts)
+    used, bounded = [group.tables != NULL_BLOCK for group in group_rows], list(pools)
     for group, layers in enumerate(config.groups):
         for layer in layers:
-            if (part := all_parts[layer]) is not None:
-                all_parts[layer] = add_bounds(part, held[group].tables, held[group].lengths, config, layer)
+            if (blocks := bounded[layer]) is not None:
+                bounded[layer] = add_bounds(blocks, group_rows[group].tables, group_rows[group].lengths, config, layer)
     return HostBlocks(
         lengths=np.asarray(lengths, np.int32),
-        parts=tuple(all_parts),
+        pools=tuple(bounded),
         states=states,
         groups=config.groups,
         first=tuple(map(first_columns, used, config.group_sink_blocks)),
         count=tuple(x.sum(axis=1, dtype=np.int32) for x in used),
-        order=tuple(pad(group.tables[x] - 1) for group, x in zip(held, used, strict=True)),
-        held=tuple(None if group.thinned is None else group.lengths for group in held),
-        thinned=tuple(group.thinned for group in held),
+        order=tuple(pad(group.tables[x] - 1) for group, x in zip(group_rows, used, strict=True)),
+        held=tuple(None if group.thinned is None else group.lengths for group in group_rows),
+        thinned=tuple(group.thinned for group in group_rows),
         kinds=config.kind_names,
         retentions=tuple(map(str, config.retentions)),
         rotates=tuple(map(config.rotates, range(config.num_layers))),
@@ -241,11 +241,11 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
         )
     for layers in cache.config.groups:
         for layer in layers:
-            kinds, parts = (host.kinds, cache.config.kind_names), (host.parts[layer], cache.layer(layer).pool)
-            held, own = (_describe_pool(part, kind[layer]) for part, kind in zip(parts, kinds, strict=True))
-            if held != own:
+            kinds, pools = (host.kinds, cache.config.kind_names), (host.pools[layer], cache.layer(layer).pool)
+            given, own = (_describe_pool(pool, kind[layer]) for pool, kind in zip(pools, kinds, strict=True))
+            if given != own:
                 raise ValueError(
-                    f"The blocks of layer {layer} are {held}, but the cache's are {own}: swap them into a cache "
+                    f"The blocks of layer {layer} are {given}, but the cache's are {own}: swap them into a cache "
                     "like the one they come from."
                 )
             if host.rotates[layer] != cache.config.rotates(layer):
@@ -292,16 +292,16 @@ def _describe_pool(pool: Pool | None, kind: str) -> str:
     return "".join(f"{word}{x.dtype if word else kind or x.dtype}{list(x.shape[1:])}" for word, x in arrays.items())
 
 
-def _to_device(part: Pool | None, cache: Cache, layer: int) -> Pool:
+def _to_device(blocks: Pool | None, cache: Cache, layer: int) -> Pool:
     """Returns blocks on the device, or devices, of the cache's pool of a layer."""
-    assert part is not None  # of a layer that has blocks
-    return jax.tree.map(place_like, part, pool_for(part, cache, layer).like(part))
+    assert blocks is not None  # of a layer that has blocks
+    return jax.tree.map(place_like, blocks, pool_for(blocks, cache, layer).like(blocks))
 
 
-def pool_for(part: Pool, cache: Cache, layer: int) -> Pool:
+def pool_for(blocks: Pool, cache: Cache, layer: int) -> Pool:
     """Returns the pool that blocks are for, without bounds if they have none."""
     pool = cache.layer(layer).pool
-    return pool.tokens if part.bounds is None else pool
+    return pool.tokens if blocks.bounds is None else pool
 
 
 def _to_host(x: jax.Array) -> jax.Array:

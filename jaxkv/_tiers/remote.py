@@ -75,8 +75,8 @@ def offer_rows(cache: Cache, rows: np.ndarray, key: str, *, timeout: float | Non
     told = {"fields": render_header(saved), "tensors": [[n, x.dtype.name, list(x.shape)] for n, x in tensors.items()]}
     header = np.frombuffer(json.dumps(told).encode(), np.uint8)
     transfer_address()
-    parts = [[np.array([len(header)], np.int32)], [header], [x for x in tensors.values() if x.size]]
-    for i, arrays in enumerate(parts):  # the next is asked for once what was before says its shape
+    messages = [[np.array([len(header)], np.int32)], [header], [x for x in tensors.values() if x.size]]
+    for i, arrays in enumerate(messages):  # the next is asked for once what was before says its shape
         _servers[0].await_pull(_name(key) + i, jax.device_put(arrays, jax.local_devices()[0]), timeout=_end_of(timeout))
 
 
@@ -103,7 +103,7 @@ def receive(cache: Cache, rows: Sequence[int] | None, source: str, *, timeout: f
     >>> import jax.numpy as jnp, jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
     >>> cache, kv = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), jnp.ones((1, 2, 20, 2, 8))
-    >>> address = jaxkv.distributed.transfer_address()  # here, of one process in both parts
+    >>> address = jaxkv.distributed.transfer_address()  # here, of one process in both roles
     >>> jaxkv.send(jaxkv.append(cache, kv, kv, [20, 5]), [1], to=address)
     >>> cache, rows = jaxkv.receive(cache, None, address)
     >>> rows, cache.lengths.tolist()
@@ -170,9 +170,9 @@ def pull_rows(source: str, key: str, *, timeout: float | None = None) -> Fetched
     name, connection = _name(key), _servers[0].connect(source)
     place = SingleDeviceSharding(jax.local_devices()[0])
 
-    def pull(part: int, *specs: tuple[tuple[int, ...], Any]) -> list[np.ndarray]:
+    def pull(number: int, *specs: tuple[tuple[int, ...], Any]) -> list[np.ndarray]:
         wanted = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in specs]
-        return [np.asarray(x) for x in connection.pull(name + part, wanted, timeout=end)]
+        return [np.asarray(x) for x in connection.pull(name + number, wanted, timeout=end)]
 
     (size,) = pull(0, ((1,), np.int32))
     (header,) = pull(1, ((int(size[0]),), np.uint8))

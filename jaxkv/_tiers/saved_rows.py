@@ -13,7 +13,7 @@ from jaxkv._core.blocks.restore import pool_layers
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.state import Pool
 from jaxkv._files.format import SavedCache
-from jaxkv._files.load_rows import check_layers, held_rows, lay_blocks, read_source, saved_states
+from jaxkv._files.load_rows import check_layers, lay_blocks, read_group_rows, read_source, saved_states
 from jaxkv._files.multihost_file import open_saved
 from jaxkv._tiers.host_blocks import HostBlocks
 from jaxkv._tiers.host_tier import make_host
@@ -58,32 +58,32 @@ def plan_row(
 ) -> Callable[[], HostBlocks] | None:
     """Returns what reads a saved row for a cache of this config; None if its blocks need lost tokens."""
     own = np.array([row])
-    held = [held_rows(saved, tensors, g, own) for g in range(len(saved.groups))]
+    group_rows = [read_group_rows(saved, tensors, g, own) for g in range(len(saved.groups))]
     try:
-        plans = fit(config, saved.groups, held, saved.block_size)
+        plans = fit(config, saved.groups, group_rows, saved.block_size)
     except TokensGone:
         return None
-    held = fill_blocks(held, saved.groups, plans, config)
+    group_rows = fill_blocks(group_rows, saved.groups, plans, config)
     states = saved_states(tensors, config, own)
-    return functools.partial(_read, tensors, config, saved.lengths[row], held, plans, states)
+    return functools.partial(_read, tensors, config, saved.lengths[row], group_rows, plans, states)
 
 
 def _read(
     tensors: Mapping[str, np.ndarray],
     config: CacheConfig,
     length: int,
-    held: list[GroupRows],
+    group_rows: list[GroupRows],
     plans: dict[int, BlockPlan],
     states: tuple[dict[str, np.ndarray] | None, ...],
 ) -> HostBlocks:
-    parts: list[Pool | None] = [None] * config.num_layers
+    pools: list[Pool | None] = [None] * config.num_layers
     for layer in pool_layers(config):
         # One row's blocks come in the order of its table.
         found = lay_blocks(tensors, config, layer, plans[layer].padded)
         pairs = zip(found.arrays, config.array_shapes(layer), strict=True)
         widened = (x if x is None or shape is None else _pad_blocks(x, shape[1:]) for x, shape in pairs)
-        parts[layer] = Pool.bundle(*widened)
-    return make_host(config, np.array([length]), held, parts, states)
+        pools[layer] = Pool.bundle(*widened)
+    return make_host(config, np.array([length]), group_rows, pools, states)
 
 
 def _pad_blocks(blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

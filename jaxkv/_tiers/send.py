@@ -98,23 +98,27 @@ def send(cache: Cache, rows: Any, *, to: Cache | str, at: Any = None) -> Cache |
         raise ValueError(f"at must name {len(source)} rows, one for each that is sent, not {len(target)}.")
     lengths = np.asarray(cache.lengths)[source]
     groups = cache.config.groups
-    held = [find_group_rows(tables, cache.config, g, source) for g, tables in enumerate(jax.device_get(cache.tables))]
-    plans = _fit(cache, source, held, to, target)
+    group_rows = [
+        find_group_rows(tables, cache.config, g, source) for g, tables in enumerate(jax.device_get(cache.tables))
+    ]
+    plans = _fit(cache, source, group_rows, to, target)
     if not len(source):
         return to
     with _use_mesh(cache):
-        parts = {layer: _convert_layout(to, layer, cache, _read(cache, layer, plan)) for layer, plan in plans.items()}
+        blocks = {layer: _convert_layout(to, layer, cache, _read(cache, layer, plan)) for layer, plan in plans.items()}
         states = take_states(cache, source)
         snapshots = read_row_snapshots(cache, source)
-    sent = fill_blocks(held, groups, plans, to.config)
+    sent = fill_blocks(group_rows, groups, plans, to.config)
     with _use_mesh(to):
         if may_share(to):
             brought = [
-                _bring_part(parts[layer], to, layer) if layer in parts else None for layer in range(to.num_layers)
+                _bring_blocks(blocks[layer], to, layer) if layer in blocks else None for layer in range(to.num_layers)
             ]
             host = make_host(to.config, lengths, sent, brought, states)
             return _put_beside(to, target, dataclasses.replace(host, snapshots=snapshots))
-        result = put_rows(to, target, lengths, sent, lambda layer: _bring_part(parts[layer], to, layer), in_place=False)
+        result = put_rows(
+            to, target, lengths, sent, lambda layer: _bring_blocks(blocks[layer], to, layer), in_place=False
+        )
         if snapshots is not None:
             snapshots = dataclasses.replace(snapshots, states=place_states(snapshots.states, to))
         return put_row_snapshots(put_row_states(result, target, place_states(states, to)), target, snapshots)
@@ -145,7 +149,7 @@ def lift_row(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlock
     with _use_mesh(cache):
         found = _row_blocks(cache, np.int32(row), np.concatenate(first), np.concatenate(count), sizes=sizes)
         states = take_states(cache, np.array([row], np.int32))
-    parts = tuple(None if part is None else _bring_part(part, to, layer) for layer, part in enumerate(found))
+    pools = tuple(None if blocks is None else _bring_blocks(blocks, to, layer) for layer, blocks in enumerate(found))
     return HostBlocks(
         lengths=length,
         first=tuple(first),
@@ -153,7 +157,7 @@ def lift_row(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlock
         order=order_unshared(count),
         held=none,
         thinned=none,
-        parts=parts,
+        pools=pools,
         states=split_states(to.config, place_states(states, to)),
         groups=config.groups,
         retentions=tuple(map(str, config.retentions)),
@@ -165,7 +169,7 @@ def lift_row(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlock
 @functools.partial(jax.jit, static_argnames="sizes")
 def _row_blocks(cache: Cache, row: jax.Array, first: jax.Array, count: jax.Array, *, sizes: tuple[int, ...]):
     """Returns `sizes` blocks of a row for each layer, with undefined contents behind the last block."""
-    parts: list[Pool | None] = [None] * cache.num_layers
+    pools: list[Pool | None] = [None] * cache.num_layers
     for group, (tables, size) in enumerate(zip(cache.tables, sizes, strict=True)):
         i = jnp.arange(size, dtype=jnp.int32)
         skipped = None if tables.skipped is None else tables.skipped[row]
@@ -173,9 +177,9 @@ def _row_blocks(cache: Cache, row: jax.Array, first: jax.Array, count: jax.Array
         blocks = jnp.where(
             i < count[group], tables.tables[row, jnp.clip(column, 0, tables.tables.shape[1] - 1)], NULL_BLOCK
         )
-        for layer, part in read_group(cache, group, blocks).items():
-            parts[layer] = part
-    return parts
+        for layer, found in read_group(cache, group, blocks).items():
+            pools[layer] = found
+    return pools
 
 
 def _read_distinct(cache: Cache, name: str, rows: Any) -> np.ndarray:
@@ -201,12 +205,12 @@ def _check_layers(cache: Cache, to: Cache) -> None:
 
 
 def _fit(
-    cache: Cache, source: np.ndarray, held: list[GroupRows], to: Cache, target: np.ndarray
+    cache: Cache, source: np.ndarray, group_rows: list[GroupRows], to: Cache, target: np.ndarray
 ) -> dict[int, BlockPlan]:
     """Returns the blocks that the rows need in each layer. Raises if they do not fit, as far as is known before their
     blocks are compared with those of `to`."""
     config, tables = to.config, jax.device_get(to.tables)
-    lengths, own = np.asarray(cache.lengths)[source], [None if x.thinned is None else x.lengths for x in held]
+    lengths, own = np.asarray(cache.lengths)[source], [None if x.thinned is None else x.lengths for x in group_rows]
     for row, length, too_long in zip(source, lengths, are_too_long(lengths, own, config), strict=True):
         if too_long:
             raise ValueError(
@@ -219,7 +223,7 @@ def _fit(
             f"Rows can only be sent to empty rows, but {taken.tolist()} {why}: free them first, or give others in at=."
         )
     try:
-        plans = fit(config, cache.config.groups, held, cache.config.block_size)
+        plans = fit(config, cache.config.groups, group_rows, cache.config.block_size)
     except TokensGone as gone:
         raise ValueError(
             f"Row {source[gone.row]} holds the tokens of layer {gone.layer} from {gone.start} on, the others fell out "
@@ -246,14 +250,14 @@ def _read(cache: Cache, layer: int, plan: BlockPlan) -> Pool:
     return _read_tokens(pool, np.asarray(block, np.int32), np.asarray(slots % size, np.int32))
 
 
-def _convert_layout(to: Cache, layer: int, cache: Cache, part: Pool) -> Pool:
+def _convert_layout(to: Cache, layer: int, cache: Cache, blocks: Pool) -> Pool:
     """Returns blocks of a cache's layer in the key and value layout of the other cache."""
     form, other = cache.config.form(layer), to.config.form(layer)
     if type(form) is type(other):
-        return part
+        return blocks
     width = cache.config.kind(layer).stored_dim(cache.layer_config(layer).head_dim)
-    kv = form.unpack(part.kv, axis=1)[..., :width]
-    return dataclasses.replace(part, kv=other.pack(kv, axis=1))
+    kv = form.unpack(blocks.kv, axis=1)[..., :width]
+    return dataclasses.replace(blocks, kv=other.pack(kv, axis=1))
 
 
 @jax.jit
@@ -265,14 +269,14 @@ def _tokens(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
     return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), read_slots(pool, block, offset))
 
 
-def _bring_part(part: Pool, to: Cache, layer: int) -> Pool:
+def _bring_blocks(blocks: Pool, to: Cache, layer: int) -> Pool:
     """Returns blocks on the devices of their destination pool."""
-    pool = pool_for(part, to, layer)
+    pool = pool_for(blocks, to, layer)
 
     def bring(x: jax.Array, own: jax.Array) -> jax.Array:
         return place_like(x[..., : own.shape[-1]] if x.ndim > 4 else x, own)
 
-    return jax.tree.map(bring, part.like(pool), pool)
+    return jax.tree.map(bring, blocks.like(pool), pool)
 
 
 def _use_mesh(cache: Cache) -> contextlib.AbstractContextManager:

@@ -45,7 +45,7 @@ def list_entries(first: jax.Array, count: jax.Array, order: jax.Array, sink_bloc
 
 
 def match_group_blocks(
-    cache: Cache, group: int, entries: Entries, held: jax.Array, parts: Sequence[Pool | None]
+    cache: Cache, group: int, entries: Entries, held: jax.Array, pools: Sequence[Pool | None]
 ) -> jax.Array:
     """Returns `i32[B]`: for each block that was moved the equal one of the cache that can be shared, or the null block.
 
@@ -54,10 +54,10 @@ def match_group_blocks(
 
     Args:
       held: `i32[n]`, tokens that are held of each line of the host.
-      parts: the moved blocks of each layer, on the device.
+      pools: the moved blocks of each layer, on the device.
     """
     tables, size = cache.tables[group], cache.config.block_size
-    num_moved = parts[cache.config.groups[group][0]].kv.shape[0]  # type: ignore[union-attr]
+    num_moved = pools[cache.config.groups[group][0]].kv.shape[0]  # type: ignore[union-attr]
     is_full = entries.is_there & ((entries.column + 1) * size <= held[entries.line])
     sink_blocks, width = cache.config.group_sink_blocks[group], tables.tables.shape[1]
 
@@ -70,7 +70,7 @@ def match_group_blocks(
     written = tables.lengths - tables.new
     num_rows, num_hosts = cache.config.max_seqs, held.shape[0] // cache.config.group_heads[group]
     probed = cache.config.group_stacks(group)[-1]  # the deepest layer: what it holds depends on all tokens before
-    probe, pool = parts[probed[-1]], cache.layer(probed[0]).pool
+    probe, pool = pools[probed[-1]], cache.layer(probed[0]).pool
     offset = (len(probed) - 1) * (pool.kv.shape[0] // len(probed))
 
     def find_row(line: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -105,7 +105,7 @@ def match_group_blocks(
     def verify(found: jax.Array) -> jax.Array:
         equal = found != NULL_BLOCK
         for layer, theirs in read_group(cache, group, found).items():
-            equal &= _are_equal(theirs, jax.tree.map(lambda x: x[entries.block], parts[layer]))
+            equal &= _are_equal(theirs, jax.tree.map(lambda x: x[entries.block], pools[layer]))
         return jnp.where(equal, found, NULL_BLOCK)
 
     found = jax.lax.cond((found != NULL_BLOCK).any(), verify, lambda found: found, found)
@@ -135,8 +135,8 @@ def _bits(x: jax.Array) -> jax.Array:
 def grant_shared_rows(
     groups: Sequence[BlockTables],
     entries: Sequence[Entries],
-    held: Sequence[jax.Array],
-    parts: Sequence[jax.Array],
+    equal: Sequence[jax.Array],
+    shards: Sequence[jax.Array],
     sensible: jax.Array,
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
     """Returns which rows of a host get blocks: in order, each all or nothing in all groups.
@@ -144,13 +144,13 @@ def grant_shared_rows(
     The first sharing row that gets all of its own blocks takes a shared block.
 
     Args:
-      held: for each group `i32[B]`, the block of the cache that stands for a moved block (`match_group_blocks`).
-      parts: for each group `i32[B]`, the part that a block is of.
+      equal: for each group `i32[B]`, the block of the cache that stands for a moved block (`match_group_blocks`).
+      shards: for each group `i32[B]`, the shard that a block is in.
       sensible: `bool[n]`, rows that can be granted.
 
     Returns:
       `bool[n]`; for each group `bool[B]`, the moved blocks for which a free one is taken; for each group `i32[P, n]`,
-      how many of each part the rows ask for.
+      how many of each shard the rows ask for.
     """
     num_rows = sensible.shape[0]
 
@@ -159,11 +159,11 @@ def grant_shared_rows(
         fresh = [
             _mark(jnp.where(e.is_there & (e.line % num_rows == row), e.block, there.shape[0]), there.shape[0])
             & ~already & (there == NULL_BLOCK)
-            for e, there, already in zip(entries, held, taken, strict=True)
+            for e, there, already in zip(entries, equal, taken, strict=True)
         ]  # fmt: skip
         needs = [
-            jnp.zeros(tables.num_shards, jnp.int32).at[part].add(new.astype(jnp.int32))
-            for tables, part, new in zip(groups, parts, fresh, strict=True)
+            jnp.zeros(tables.num_shards, jnp.int32).at[shard].add(new.astype(jnp.int32))
+            for tables, shard, new in zip(groups, shards, fresh, strict=True)
         ]
         fits = jnp.stack([jnp.all(need <= left) for need, left in zip(needs, free, strict=True)]).all()
         granted = sensible[row] & fits
@@ -171,23 +171,23 @@ def grant_shared_rows(
         free = [left - jnp.where(granted, need, 0) for left, need in zip(free, needs, strict=True)]
         return (taken, free), (granted, needs)
 
-    none = [jnp.zeros(there.shape, bool) for there in held]
+    none = [jnp.zeros(there.shape, bool) for there in equal]
     free = [jnp.atleast_1d(tables.num_free) for tables in groups]
     (taken, _), (granted, needs) = jax.lax.scan(serve, (none, free), jnp.arange(num_rows, dtype=jnp.int32))
     return granted, taken, [need.T for need in needs]
 
 
-def find_block_shard(entries: Entries, num_lines: int, num_blocks: int, parts: int) -> jax.Array:
-    """Returns `i32[B]`: the part of a table for each moved block; lines in P equal runs are in P parts."""
+def find_block_shard(entries: Entries, num_lines: int, num_blocks: int, num_shards: int) -> jax.Array:
+    """Returns `i32[B]`: the shard of a table for each moved block; lines in P equal runs are in P shards."""
     place = jnp.where(entries.is_there, entries.block, num_blocks)
-    return jnp.zeros(num_blocks, jnp.int32).at[place].set(entries.line * parts // num_lines, mode="drop")
+    return jnp.zeros(num_blocks, jnp.int32).at[place].set(entries.line * num_shards // num_lines, mode="drop")
 
 
-def take_shared_blocks(tables: BlockTables, taken: jax.Array, part: jax.Array) -> tuple[BlockTables, jax.Array]:
+def take_shared_blocks(tables: BlockTables, taken: jax.Array, shard: jax.Array) -> tuple[BlockTables, jax.Array]:
     """Returns tables with a free block allocated for each of `taken` bool[B], and `i32[B]`: these blocks."""
-    of_part = taken[None] & (part[None] == jnp.arange(tables.num_shards, dtype=jnp.int32)[:, None])
-    rank = jnp.cumsum(of_part, axis=1, dtype=jnp.int32)
-    at = jnp.where(of_part, rank, 0).sum(axis=0, dtype=jnp.int32) - 1 + jnp.atleast_1d(first_free(tables))[part]
+    in_shard = taken[None] & (shard[None] == jnp.arange(tables.num_shards, dtype=jnp.int32)[:, None])
+    rank = jnp.cumsum(in_shard, axis=1, dtype=jnp.int32)
+    at = jnp.where(in_shard, rank, 0).sum(axis=0, dtype=jnp.int32) - 1 + jnp.atleast_1d(first_free(tables))[shard]
     block = jnp.where(taken, tables.free_list.at[at].get(mode="fill", fill_value=NULL_BLOCK), NULL_BLOCK)
     count = rank[:, -1]
     return mark_taken(tables, count[0] if tables.num_shards == 1 else count), block

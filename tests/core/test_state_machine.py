@@ -404,14 +404,14 @@ def ids(tokens):
 
 def widen(host, config):
     """The same with as many places as two rows can take, so that one program serves all; NaN in those unused."""
-    parts, orders, places = list(host.parts), [], 2 * config.max_blocks_per_seq
+    pools, orders, places = list(host.pools), [], 2 * config.max_blocks_per_seq
     for layers, count, order in zip(host.groups, host.count, host.order, strict=True):
         named = order[: count.sum()]
         orders.append(np.pad(named, (0, places - len(named))))
         wider = functools.partial(in_more_places, places=places, used=max(named, default=-1) + 1)
         for layer in layers:
-            parts[layer] = jax.tree.map(wider, parts[layer])
-    return dataclasses.replace(host, parts=tuple(parts), order=tuple(orders))
+            pools[layer] = jax.tree.map(wider, pools[layer])
+    return dataclasses.replace(host, pools=tuple(pools), order=tuple(orders))
 
 
 def in_more_places(held, places, used):

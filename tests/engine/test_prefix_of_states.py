@@ -247,7 +247,7 @@ def test_snapshots_go_by_what_they_save():
     assert not snapshots.has(made["short", 0]) and snapshots.has(made["fork", 2])
     del nodes[made["long", 9].label]  # its blocks are gone
     add("other", 3)
-    assert not snapshots.has(made["long", 9]) and len(snapshots.held) == 4
+    assert not snapshots.has(made["long", 9]) and len(snapshots.on_device) == 4
 
 
 # Tiers.

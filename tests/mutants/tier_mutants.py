@@ -84,8 +84,8 @@ MUTANTS = {
         "test_a_call_is_cut_off_at_every_line",
         Plant(
             "PrefixCache.insert_more",
-            "change.offer(chain, [blocks[first:] for blocks in held])",
-            "change.offer(chain, [blocks[first:] for blocks in held])\nself._index.hold(change.kept)\n"
+            "change.offer(chain, [blocks[first:] for blocks in row_blocks])",
+            "change.offer(chain, [blocks[first:] for blocks in row_blocks])\nself._index.hold(change.kept)\n"
             "change = Change(self._index, cache)",
         ),
     ),
@@ -184,7 +184,7 @@ MUTANTS = {
     "a row is swapped into one with reserved blocks": (
         "test_in_jit_a_row_that_holds_anything_is_left_alone",
         Plant("are_empty", "inside & (cache.lengths[at] == 0)", "enclosing_mesh"),
-        Plant("are_empty", "~held", "cache.lengths[at] == 0"),
+        Plant("are_empty", "~has_blocks", "cache.lengths[at] == 0"),
     ),
     "a row too long for the cache is swapped in": (
         "test_too_long_for_the_other_cache",
@@ -362,7 +362,7 @@ MUTANTS = {
     ),
     "a sibling is taken to hold what has left its window": (
         "test_beside_a_sibling_that_has_gone_on",
-        Plant("HostBlocks.drop_shared", "block >= held_from", "block >= 0"),
+        Plant("HostBlocks.drop_shared", "block >= retained_from", "block >= 0"),
     ),
     "rows that are sent one by one share nothing": (
         "test_sent_one_by_one",

@@ -184,9 +184,9 @@ def test_a_shared_block_travels_once(target, monkeypatch):
     one = fill(jaxkv.init(config(ALIKE)), (0, 0, 12))
     old = jaxkv.send(one, 2, to=jaxkv.init(config(**sizes)), at=0)
     old = jaxkv.fork(old, [0] * 5, range(1, 6))
-    moved, brought = [], sending._bring_part
+    moved, brought = [], sending._bring_blocks
     monkeypatch.setattr(
-        sending, "_bring_part", lambda part, to, layer: moved.append(part.kv.nbytes) or brought(part, to, layer)
+        sending, "_bring_blocks", lambda blocks, to, layer: moved.append(blocks.kv.nbytes) or brought(blocks, to, layer)
     )
     sent = jaxkv.send(old, range(6), to=jaxkv.init(config(**sizes | target)))
     together = sum(moved)

@@ -75,7 +75,7 @@ def shared_tables(cache):
 
 
 def bytes_of(host):
-    return sum(x.nbytes for x in jax.tree.leaves(host.parts))
+    return sum(x.nbytes for x in jax.tree.leaves(host.pools))
 
 
 @pytest.mark.parametrize("name", CONFIGS if NIGHTLY else ["two groups"])
@@ -121,9 +121,9 @@ def test_beside_a_sibling_that_has_gone_on():
     row = contents(cache, 0)
     cache, host = jaxkv.swap_out(cache, 0)
     cache = poison(add(cache, [0, 4, 0, 0], seed=2))
-    first_held = [cache.config.first_retained_block(group, 27) for group in range(2)]
-    own, dropped = host.drop_shared(22 // SIZE, first_held, cache.config.group_sink_blocks)
-    assert first_held == [0, 4] and dropped == [5, 1] and bytes_of(own) < bytes_of(host)
+    first_retained = [cache.config.first_retained_block(group, 27) for group in range(2)]
+    own, dropped = host.drop_shared(22 // SIZE, first_retained, cache.config.group_sink_blocks)
+    assert first_retained == [0, 4] and dropped == [5, 1] and bytes_of(own) < bytes_of(host)
     back = jax.jit(swap_in_beside)(cache, 0, own, 1, 22 // SIZE)
     jaxkv.check_invariants(back)
     assert_same(contents(back, 0), row)

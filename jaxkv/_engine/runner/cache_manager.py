@@ -283,12 +283,12 @@ class CacheManager:
         beside = np.int32(0 if source is None or source.row is None else source.row)
         if sequence.host is not None:
             blocks = sequence.host() if callable(sequence.host) else sequence.host
-            first_held = [
+            first_retained = [
                 0 if source is None else self.config.first_retained_block(g, source.cached)
                 for g in range(len(self.config.groups))
             ]
             # What is shared is there already, and does not travel again.
-            own, shared_blocks = blocks.drop_shared(first, first_held, self.config.group_sink_blocks)
+            own, shared_blocks = blocks.drop_shared(first, first_retained, self.config.group_sink_blocks)
             self.make_room([int(count.sum()) - n for count, n in zip(blocks.count, shared_blocks, strict=True)])
             self.call(self._swap_in, np.array([row], np.int32), own, beside, np.int32(first))
             sequence.cached, sequence.host = blocks.num_tokens, None

@@ -71,7 +71,7 @@ def recall(index: PrefixIndex, root: Node, tokens: Sequence[int]) -> tuple[list[
         )
         for g in groups
     ]
-    snapshots, room = index.snapshots, index.spill_bytes - index.bytes_held(chain)
+    snapshots, room = index.snapshots, index.spill_bytes - index.count_pinned_bytes(chain)
     if snapshots is not None:
         room -= min(snapshots.host_bytes + snapshots.state_bytes, snapshots.most_hosted * snapshots.state_bytes)
     known = int(np.flatnonzero(_can_recall(index, there, on_disk, room))[-1])

@@ -16,8 +16,8 @@ from jaxkv._tiers.prefix_cache.retained_blocks import keep
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
 def _put(leaves: list[jax.Array], blocks: list[jax.Array], target: jax.Array, structure: Any) -> list[jax.Array]:
-    pool, part = (structure.unflatten(x) for x in (leaves, blocks))
-    return jax.tree.leaves(put_blocks(pool, part, target))
+    pool, contents = (structure.unflatten(x) for x in (leaves, blocks))
+    return jax.tree.leaves(put_blocks(pool, contents, target))
 
 
 class Landing:

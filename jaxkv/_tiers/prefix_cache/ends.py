@@ -144,7 +144,7 @@ class Ends:
     def rebuild(self, nodes: Iterable[Node]) -> None:
         """Recomputes everything that follows from `order` and from the nodes' blocks; `nodes`: all of them, or those
         that may have changed."""
-        ends, spare = list(self.order.values()), [node for held in self.spare for node in held.values()]
+        ends, spare = list(self.order.values()), [node for by_label in self.spare for node in by_label.values()]
         nodes = list(nodes)
         self.order = collections.OrderedDict()
         self._clear()

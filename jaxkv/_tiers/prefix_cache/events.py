@@ -50,14 +50,14 @@ class PrefixEvent:
 
 def holdings(index: PrefixIndex) -> dict[Place, SavedBlock]:
     """Returns every block that an index holds, and on disk those that it has written or found."""
-    held: dict[Place, SavedBlock] = {}
+    found: dict[Place, SavedBlock] = {}
     for node in index.nodes.values():
         for group, (number, contents) in enumerate(zip(node.blocks, node.host, strict=True)):
             tiers: tuple[tuple[Tier, bool], ...] = (("device", number != NULL_BLOCK), ("host", contents is not None))
-            held |= {(node.digest, group, tier): node.block(group) for tier, is_there in tiers if is_there}
+            found |= {(node.digest, group, tier): node.block(group) for tier, is_there in tiers if is_there}
     known = [] if index.disk is None else list(index.disk.known.values())
     on_disk = [block for block in known if block.group < len(index.kept)]  # others are states
-    return held | {(block.hash, block.group, "disk"): block for block in on_disk}
+    return found | {(block.hash, block.group, "disk"): block for block in on_disk}
 
 
 def differences(before: dict[Place, SavedBlock], now: dict[Place, SavedBlock]) -> list[PrefixEvent]:

@@ -214,7 +214,7 @@ class PrefixIndex:
         if self.snapshots is None or not found:
             return
         self.soundness.begin()
-        self.snapshots.add(found, self.nodes, self.pinned_nodes, self.spill_bytes - self.bytes_held(()))
+        self.snapshots.add(found, self.nodes, self.pinned_nodes, self.spill_bytes - self.count_pinned_bytes(()))
         self._spare_host()
         self.soundness.end()
 
@@ -224,7 +224,7 @@ class PrefixIndex:
         assert self.snapshots is not None
         was_kept = self.soundness.is_kept
         self.soundness.begin()
-        room = self.spill_bytes - self.bytes_held(chain)
+        room = self.spill_bytes - self.count_pinned_bytes(chain)
         found = self.snapshots.recall(node, self.nodes, self.pinned_nodes, room)
         self._spare_host(chain)
         if was_kept:
@@ -236,7 +236,7 @@ class PrefixIndex:
         """The nodes of which blocks are pinned, in whatever group."""
         return set[Node]().union(*self.pinned)
 
-    def bytes_held(self, chain: Iterable[Node]) -> int:
+    def count_pinned_bytes(self, chain: Iterable[Node]) -> int:
         """Returns the bytes in host memory of a chain and of pinned nodes."""
         each = zip(self.pinned, self.block_bytes, strict=True)
         nodes = set(chain)

@@ -187,11 +187,11 @@ class PrefixCache:
         check_row(cache, row)
         if not isinstance(match, Match):
             raise ValueError(f"match must be what the method match returned, not {show(match)}.")
-        length, held = jax.device_get((cache.lengths, [tables.num_blocks_per_row for tables in cache.tables]))
-        if length[row] or any(h[row] for h in held):
+        length, counts = jax.device_get((cache.lengths, [tables.num_blocks_per_row for tables in cache.tables]))
+        if length[row] or any(h[row] for h in counts):
             raise ValueError(
-                f"Row {row} holds {length[row]} tokens in {max(int(h[row]) for h in held)} blocks: adopt into an empty "
-                "row, or free it first."
+                f"Row {row} holds {length[row]} tokens in {max(int(h[row]) for h in counts)} blocks: adopt into an "
+                "empty row, or free it first."
             )
         if not match.num_tokens:
             return cache, ()
@@ -278,8 +278,8 @@ class PrefixCache:
         first = 0 if after is None else after.depth + 1
         more = read_tokens(tokens[first * size : count])
         chain = self._index.extend(root if after is None else after, more)
-        held = [row_entries(own, skipped, self.config, group) for group, (own, skipped) in enumerate(tables)]
-        change.offer(chain, [blocks[first:] for blocks in held])
+        row_blocks = [row_entries(own, skipped, self.config, group) for group, (own, skipped) in enumerate(tables)]
+        change.offer(chain, [blocks[first:] for blocks in row_blocks])
         last = chain[-1] if chain else after
         cache = self._commit(change, chain, after=after)
         self._keep_states(last, states or {})
@@ -422,17 +422,17 @@ class PrefixCache:
         one that an `Engine` sets back and takes up again finds its own blocks, which saves nothing.
         """
         self._index.mend()
-        held = {
+        found = {
             "hit_rate": self._counts["tokens_saved"] / max(self._counts["tokens_asked"], 1),
             "blocks": [int(np.count_nonzero(labels)) for labels in self._index.kept],
             "blocks_pinned": [self.pinned(g) for g in range(len(self.config.groups))],
             "host_bytes": self._index.host_bytes,
         }
         snapshots = self._index.snapshots
-        held["snapshots"] = 0 if snapshots is None else len(snapshots.held)
-        held["snapshot_bytes"] = 0 if snapshots is None else snapshots.device_bytes
-        held["snapshots_on_host"] = 0 if snapshots is None else len(snapshots.hosted)
-        return self._counts | held | ({} if self.files is None else self.files.stats())
+        found["snapshots"] = 0 if snapshots is None else len(snapshots.on_device)
+        found["snapshot_bytes"] = 0 if snapshots is None else snapshots.device_bytes
+        found["snapshots_on_host"] = 0 if snapshots is None else len(snapshots.hosted)
+        return self._counts | found | ({} if self.files is None else self.files.stats())
 
     def events(self) -> list[PrefixEvent]:
         """Returns the blocks stored or removed since the last call, on the device, on the host and on disk.
@@ -442,8 +442,8 @@ class PrefixCache:
         memory for each block that is held.
         """
         self._index.mend()
-        held = holdings(self._index)
-        events, self._told = differences(self._told, held), held
+        now = holdings(self._index)
+        events, self._told = differences(self._told, now), now
         return events
 
     def hashes(

@@ -61,7 +61,7 @@ class Snapshots:
             int(most_bytes) // self.state_bytes,
             int(HOST_SHARE * spill_bytes) // self.state_bytes,
         )
-        self.held: Tier = {}
+        self.on_device: Tier = {}
         self.hosted: Tier = {}
         self.disk = disk
         self.floor, self.clock = 0.0, 0
@@ -69,7 +69,7 @@ class Snapshots:
     @property
     def device_bytes(self) -> int:
         """The bytes of the snapshots on the device."""
-        return len(self.held) * self.state_bytes
+        return len(self.on_device) * self.state_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -89,8 +89,8 @@ class Snapshots:
         found, self.clock = self._find(node), self.clock + 1
         assert found is not None
         used = {node.digest: dataclasses.replace(found, node=node, floor=self.floor, used=self.clock)}
-        if node.digest in self.held:
-            self.held = self.held | used
+        if node.digest in self.on_device:
+            self.on_device = self.on_device | used
         else:
             self.hosted = self.hosted | used
         return found.states
@@ -102,11 +102,11 @@ class Snapshots:
           nodes: all nodes of the index, by label. pinned: nodes whose snapshots stay.
           host_room: the bytes of host memory that snapshots may take at most.
         """
-        held, stay = dict(self.held), {node.digest for node in pinned}
-        self._add(held, found)
-        floor, victims = self._drop(held, nodes, stay, self.most)
+        on_device, stay = dict(self.on_device), {node.digest for node in pinned}
+        self._add(on_device, found)
+        floor, victims = self._drop(on_device, nodes, stay, self.most)
         self._host(victims, nodes, stay, host_room)
-        self.held, self.floor = held, floor
+        self.on_device, self.floor = on_device, floor
 
     def recall(self, node: Node, nodes: Mapping[int, Node], pinned: Iterable[Node], host_room: int) -> bool:
         """Reads the states after a node's tokens from the disk to host memory. Tells whether they are there."""
@@ -122,20 +122,20 @@ class Snapshots:
     def flush(self) -> None:
         """Writes files of all snapshots: the blocks of those whose nodes are gone may be on the disk."""
         assert self.disk is not None
-        for snapshot in (*self.held.values(), *self.hosted.values()):
+        for snapshot in (*self.on_device.values(), *self.hosted.values()):
             if not self.disk.keep(self._file(snapshot.node)):
                 self.disk.write(self._file(snapshot.node), jax.device_get(snapshot.states))
 
     def move_to_host(self, nodes: Mapping[int, Node]) -> None:
         """Moves the states of the device to host memory, of nodes that have blocks; drops the others."""
-        whole = {digest: x for digest, x in self.held.items() if _is_whole(x, nodes)}
+        whole = {digest: x for digest, x in self.on_device.items() if _is_whole(x, nodes)}
         states = read_local_shards({digest: x.states for digest, x in whole.items()})
-        self.held = {digest: dataclasses.replace(x, states=states[digest]) for digest, x in whole.items()}
+        self.on_device = {digest: dataclasses.replace(x, states=states[digest]) for digest, x in whole.items()}
 
     # The parts.
 
     def _find(self, node: Node) -> Snapshot | None:
-        found = self.held.get(node.digest) or self.hosted.get(node.digest)
+        found = self.on_device.get(node.digest) or self.hosted.get(node.digest)
         return found if found is not None and _is_same(found.node, node) else None
 
     def _file(self, node: Node) -> Any:
@@ -149,7 +149,7 @@ class Snapshots:
     def _add(self, tier: Tier, found: Mapping[Node, Any]) -> None:
         self.clock += 1
         for node, states in found.items():
-            known = self.held.keys() | self.hosted.keys() | tier.keys()
+            known = self.on_device.keys() | self.hosted.keys() | tier.keys()
             before = tuple(x.digest for x in node.back() if x.digest in known and x is not node)
             tier[node.digest] = Snapshot(node, states, before, self.floor, self.clock)
 
@@ -238,9 +238,9 @@ def find_snapshots(cache: Cache, row: int, count: int) -> dict[int, Any]:
         return {}
     found, length = {}, int(cache.lengths[row])
     if slots.snapshots is not None and config.snapshot_every is not None:
-        held = np.asarray(slots.snapshots[row])[: min(count, length) // config.snapshot_every]
-        for column in np.flatnonzero(held != NULL_SLOT).tolist():
-            found[(column + 1) * config.snapshot_every] = functools.partial(_read_slot, cache.states, held[column])
+        row_slots = np.asarray(slots.snapshots[row])[: min(count, length) // config.snapshot_every]
+        for column in np.flatnonzero(row_slots != NULL_SLOT).tolist():
+            found[(column + 1) * config.snapshot_every] = functools.partial(_read_slot, cache.states, row_slots[column])
     if length and length <= count and length % config.block_size == 0:
         found[length] = functools.partial(read_states, cache, row)
     return found

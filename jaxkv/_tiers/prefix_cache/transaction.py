@@ -38,10 +38,10 @@ class Change:
         self.cache = cache
         self._keep()  # drops blocks that the index does not know
 
-    def offer(self, chain: Sequence[Node], held: Sequence[np.ndarray]) -> None:
+    def offer(self, chain: Sequence[Node], row_blocks: Sequence[np.ndarray]) -> None:
         """Keeps the blocks of a row, for each group `i32[blocks]` from its first on, for the nodes of its tokens that
         have none."""
-        for group, (blocks, kept) in enumerate(zip(held, self.kept, strict=True)):
+        for group, (blocks, kept) in enumerate(zip(row_blocks, self.kept, strict=True)):
             for node, block in zip(chain, blocks.tolist(), strict=False):
                 # A block that is kept already is another node's, of another salt: it stays that one's alone.
                 if node.blocks[group] == NULL_BLOCK and block != NULL_BLOCK and not kept[block]:
@@ -98,8 +98,8 @@ class Change:
 
             def read(layer: int, group: int = group, nodes: list[Node] = nodes + padding * nodes[:1]) -> Pool:
                 index = self.config.groups[group].index(layer)
-                parts = jax.tree.map(lambda *blocks: np.stack(blocks), *(node.host[group][index] for node in nodes))
-                return put_local_shards(parts, self.cache.layer(layer).pool)
+                blocks = jax.tree.map(lambda *x: np.stack(x), *(node.host[group][index] for node in nodes))
+                return put_local_shards(blocks, self.cache.layer(layer).pool)
 
             cache = put_group(cache, group, read, target, put)
             for node, block in zip(nodes, np.asarray(target).tolist(), strict=False):
@@ -123,7 +123,7 @@ class Change:
         self.counts["blocks_evicted"] += len(victims)
         if self.index.spill_bytes >= self.index.block_bytes[group]:
             contents = read_contents(self.cache, group, victims)
-            self.spilled += [(node, group, parts) for node, parts in zip(victims, contents, strict=True)]
+            self.spilled += [(node, group, pools) for node, pools in zip(victims, contents, strict=True)]
             self.counts["blocks_spilled"] += len(victims)
 
     def _keep(self) -> None:
