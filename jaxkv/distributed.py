@@ -18,7 +18,8 @@ from typing import Any
 import jax
 
 from jaxkv._core.config.validation import real
-from jaxkv._core.state.multihost import coordinator_store, global_state
+from jaxkv._core.state.jax_internals import find_process_state
+from jaxkv._core.state.multihost import coordinator_store
 from jaxkv._tiers.remote import transfer_address as transfer_address
 
 __all__ = ["initialize", "transfer_address"]
@@ -62,7 +63,7 @@ def initialize(
     jax.distributed.initialize(coordinator_address, num_processes, process_id, **options)
     if jax.process_count() > 1:
         watch = _Watch(coordinator_store(), jax.process_index(), jax.process_count(), patience)
-        _call_when_aborted(watch, str(global_state().coordinator_address))
+        _call_when_aborted(watch, str(find_process_state().coordinator_address))
         watch.start()
 
 

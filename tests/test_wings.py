@@ -128,6 +128,11 @@ def test_folders_stay_small(folder):
     assert floors(sources, folder) <= 6
 
 
+def test_what_jax_has_no_public_name_for_is_asked_for_in_one_module():
+    found = {m for m, text in modules().items() if "jax._src" in text or '"_trace"' in text}
+    assert found == {"jaxkv._core.state.jax_internals"}
+
+
 TWICE = {"Attention"}  # a public name of two modules
 
 

@@ -22,6 +22,7 @@ from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import flag, integer
 from jaxkv._core.state.head_rows import repeat_for_heads, row_tables
+from jaxkv._core.state.jax_internals import find_trace
 from jaxkv._core.state.state import SENSELESS, STALE, BlockTables, Layer
 from jaxkv._core.state.state_repr import check_living, describe_step
 from jaxkv._core.state.static_fields import register_export
@@ -323,11 +324,5 @@ def _reconciled_tables(step: Step) -> "weakref.WeakKeyDictionary[BlockTables, Bl
 def _note_reconciled(step: Step, before: BlockTables, after: BlockTables) -> None:
     agreed = _reconciled_tables(step)
     agreed[after] = None
-    if before is not after and _current_trace(before) is _current_trace(after):
+    if before is not after and find_trace(before.lengths) is find_trace(after.lengths):
         agreed[before] = after  # else it is known within a loop's body, or a jit's, that has the tables from outside
-
-
-def _current_trace(tables: BlockTables) -> Any:
-    """Returns the trace of the tracers in tables; None: no tracers. Tracers of one trace may be used together. (JAX has
-    no public name for it.)"""
-    return getattr(tables.lengths, "_trace", None)

@@ -13,24 +13,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed  # the store has no public API
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxkv._core.config.validation import is_tracing
+from jaxkv._core.state.jax_internals import find_process_state
 
 PATIENCE = 60  # seconds until the other processes must make the same call
 
 _counts: collections.defaultdict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
-def global_state() -> Any:
-    """Returns JAX's state of the processes."""
-    return distributed.global_state
-
-
 def coordinator_store() -> Any:
     """Returns the coordinator's key-value store; None in a single process."""
-    return distributed.global_state.client
+    return find_process_state().client
 
 
 def list_processes(mesh: Mesh) -> list[int]:
