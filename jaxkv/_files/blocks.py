@@ -43,7 +43,7 @@ _HEX = "[0-9a-f]"
 _NAME = re.compile(r"[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{40}\.[0-9]+")
 
 
-Part = tuple[np.dtype, tuple[int, ...]]  # dtype and shape
+ArraySpec = tuple[np.dtype, tuple[int, ...]]  # dtype and shape
 
 
 class SavedBlock(NamedTuple):
@@ -68,8 +68,8 @@ def fingerprint(config: CacheConfig, model: str | None) -> bytes:
     for i in pool_layers(config):
         if config.kind(i).revision > 1:  # blocks of other bits are not found
             layers[i]["revision"] = config.kind(i).revision
-    parts = [_parts(config, i).values() for layers in config.groups for i in layers]
-    stored = [[(dtype.name, shape) for dtype, shape in part] for part in parts]
+    specs = [_layer_arrays(config, i).values() for layers in config.groups for i in layers]
+    stored = [[(dtype.name, shape) for dtype, shape in layer_specs] for layer_specs in specs]
     said = [FORMAT, VERSION, config.block_size, config.groups, layers, stored, model]
     return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=16).digest()
 
@@ -97,10 +97,10 @@ class BlockFiles:
         self.most_bytes = int(real("disk_bytes", most_bytes, above=0, most=whole))
         self.config, self.owner = config, fingerprint(config, model)
         # One entry a group, by layer; that of the states, if there are any, is the last.
-        self._parts = [{layer: _parts(config, layer) for layer in layers} for layers in config.groups]
+        self._arrays = [{layer: _layer_arrays(config, layer) for layer in layers} for layers in config.groups]
         self.states_group = len(config.groups)
         if config.recurrent_layers:
-            self._parts.append({layers[0]: _state_parts(config, layers) for layers in config.state_stacks})
+            self._arrays.append({layers[0]: _state_arrays(config, layers) for layers in config.state_stacks})
         # Bytes by name, the least recently used first. A file's size is recorded only once the file exists.
         self.files = _list_blocks(self.folder)
         self.unlisted = 0  # bytes written since the folder was listed
@@ -108,7 +108,7 @@ class BlockFiles:
         self.lost: set[str] = set()  # damaged files that cannot be removed
         self.counts: collections.Counter[str] = collections.Counter()
         tokens = (MOST_INDEX,) * config.block_size
-        headers = (self._header(SavedBlock(bytes(20), bytes(20), tokens, g)) for g in range(len(self._parts)))
+        headers = (self._header(SavedBlock(bytes(20), bytes(20), tokens, g)) for g in range(len(self._arrays)))
         largest = max(len(h) + CHECKSUM + self._count_bytes(g) for g, h in enumerate(headers))
         if self.most_bytes < largest:
             raise ValueError(f"disk_bytes must be at least a block's file, {largest} bytes, not {show(most_bytes)}.")
@@ -167,9 +167,9 @@ class BlockFiles:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path, durable=False) as file:
                 checksum = 0
-                for part in (memoryview(header), *(memoryview(x) for x in data)):
-                    file.write(part)
-                    checksum = zlib.crc32(part, checksum)
+                for buffer in (memoryview(header), *(memoryview(x) for x in data)):
+                    file.write(buffer)
+                    checksum = zlib.crc32(buffer, checksum)
                 file.write(checksum.to_bytes(CHECKSUM, "little"))
         except OSError as error:
             self._say_once(error)
@@ -198,9 +198,9 @@ class BlockFiles:
             return None
         contents: dict[int, Any] = {}
         at = len(header)
-        for layer, parts in self._parts[block.group].items():
+        for layer, specs in self._arrays[block.group].items():
             arrays: dict[str, Any] = {}
-            for field, (dtype, shape) in parts.items():
+            for field, (dtype, shape) in specs.items():
                 arrays[field] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
                 at += arrays[field].nbytes
             contents[layer] = arrays if block.group == self.states_group else Pool.bundle(**arrays)
@@ -242,10 +242,10 @@ class BlockFiles:
     def _header(self, block: SavedBlock) -> bytes:
         said = {"hash": block.hash.hex(), "parent": block.parent.hex(), "tokens": block.tokens, "group": block.group}
         fields = {"format": FORMAT, "version": str(VERSION), "config": self.owner.hex(), "block": json.dumps(said)}
-        specs: dict[str, Part] = {}
-        for layer, parts in self._parts[block.group].items():
+        specs: dict[str, ArraySpec] = {}
+        for layer, own in self._arrays[block.group].items():
             kind = "state." if block.group == self.states_group else ""
-            specs |= {f"{kind}{'layer' if field == 'kv' else field}.{layer}": part for field, part in parts.items()}
+            specs |= {f"{kind}{'layer' if field == 'kv' else field}.{layer}": spec for field, spec in own.items()}
         specs["checksum"] = (np.dtype(np.uint32), (1,))
         return safetensors.preamble(safetensors.header(specs, fields))
 
@@ -299,14 +299,14 @@ class BlockFiles:
             )
 
 
-def _parts(config: CacheConfig, layer: int) -> dict[str, Part]:
+def _layer_arrays(config: CacheConfig, layer: int) -> dict[str, ArraySpec]:
     """Returns dtype and shape of a layer's data in a block, by the fields of a `Pool`."""
     names = ("kv", "scale", "bounds", "index", "index_scale")
     fields = zip(names, config.array_dtypes(layer), config.array_shapes(layer), strict=True)
     return {field: (dtype, shape[1:]) for field, dtype, shape in fields if shape is not None}
 
 
-def _state_parts(config: CacheConfig, layers: tuple[int, ...]) -> dict[str, Part]:
+def _state_arrays(config: CacheConfig, layers: tuple[int, ...]) -> dict[str, ArraySpec]:
     """Returns dtype and shape of a row's states in recurrent layers whose states stand in one array, by name, as
     `jax.tree.leaves` orders them."""
     arrays = sorted(config.layers[layers[0]].states or (), key=lambda array: array.name)

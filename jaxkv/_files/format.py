@@ -218,7 +218,7 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
         if ((tables != 0) != (kept & (column < end[:, None]))).any():
             raise ValueError(f"tables.{g} does not hold the tokens of the rows")
         for i in layers:
-            for name, (heads, minor) in stored_parts(config, i).items():
+            for name, (heads, minor) in stored_tensors(config, i).items():
                 blocks = tensors[name]
                 if blocks.shape[1:] != (*heads, saved.block_size, *minor):
                     raise ValueError(f"{name} {blocks.shape} is not what its config says")
@@ -276,28 +276,28 @@ def _dtype(config: CacheConfig, name: str) -> np.dtype:
     if what in ("state", "snapshot"):
         layer, _, array = index.partition(".")
         return jnp.dtype(stored_states(config)[int(layer), array].dtype)
-    if what not in PARTS:
+    if what not in BLOCK_TENSORS:
         return np.dtype(np.int32)
     kind = config.index_kind(int(index)) if what.startswith("index") else config.kind(int(index))
     return kind.scale_dtype if what.endswith("scale") else kind.storage_dtype
 
 
-PARTS = ("layer", "scale", "index", "index_scale")
+BLOCK_TENSORS = ("layer", "scale", "index", "index_scale")
 Axes = tuple[tuple[int, int], tuple[int, ...]]
 
 
-def stored_parts(config: CacheConfig, layer: int) -> dict[str, Axes]:
+def stored_tensors(config: CacheConfig, layer: int) -> dict[str, Axes]:
     """Returns a layer's tensors by name, in the order of a pool's `tokens`: the axes between their blocks and
     block_size, and those that follow."""
     kind, found, heads = config.kind(layer), config.layers[layer], config.stored_heads(layer)
-    parts: dict[str, Axes] = {f"layer.{layer}": (heads, (kind.stored_dim(found.row_dim),))}
+    tensors: dict[str, Axes] = {f"layer.{layer}": (heads, (kind.stored_dim(found.row_dim),))}
     if kind.is_quantized:
-        parts[f"scale.{layer}"] = heads, config.scale_axes(layer)
+        tensors[f"scale.{layer}"] = heads, config.scale_axes(layer)
     if found.index_dim is not None:
-        parts[f"index.{layer}"] = (1, 1), (found.index_dim,)
+        tensors[f"index.{layer}"] = (1, 1), (found.index_dim,)
         if config.index_kind(layer).is_quantized:
-            parts[f"index_scale.{layer}"] = (1, 1), ()
-    return parts
+            tensors[f"index_scale.{layer}"] = (1, 1), ()
+    return tensors
 
 
 def stored_states(config: CacheConfig) -> dict[tuple[int, str], StateArray]:

@@ -69,8 +69,8 @@ class StoredTensor(NamedTuple):
         step = max(1, SLICE // group)
 
         def read_slice(first: int) -> None:
-            part = self.data[first * size : (first + step) * size]
-            out[first * group : (first + step) * group] = gguf.dequantize(part, format)
+            encoded = self.data[first * size : (first + step) * size]
+            out[first * group : (first + step) * group] = gguf.dequantize(encoded, format)
 
         # Slice by slice, for the package needs several times the memory of what it is given; NumPy lets threads pass.
         try:

@@ -30,7 +30,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.columns import are_too_long
 from jaxkv._core.state.errors import CacheFileError
 from jaxkv._core.state.state import Pool
-from jaxkv._files.format import SNAPSHOTS, SavedCache, stored_parts, stored_states
+from jaxkv._files.format import SNAPSHOTS, SavedCache, stored_states, stored_tensors
 from jaxkv._files.multihost_file import open_saved
 from jaxkv._files.paths import read_file_path
 from jaxkv._files.save_rows import choose_rows
@@ -176,13 +176,13 @@ def _put(
 ) -> Cache:
     """Returns a cache of this config, or `into`, with saved rows `source` in its rows `target`."""
     free = config.group_blocks if into is None else jax.device_get([t.num_free for t in into.tables])
-    held = [read_group_rows(saved, tensors, g, source) for g in range(len(saved.groups))]
-    plans = _fit(path, saved, held, source, config, free, partial_windows)
+    group_rows = [read_group_rows(saved, tensors, g, source) for g in range(len(saved.groups))]
+    plans = _fit(path, saved, group_rows, source, config, free, partial_windows)
 
     def read(layer: int) -> Pool:
         return lay_blocks(tensors, config, layer, plans[layer].padded)
 
-    loaded = fill_blocks(held, saved.groups, plans, config)
+    loaded = fill_blocks(group_rows, saved.groups, plans, config)
     try:
         cache = init(config) if into is None else into
     except ValueError as error:
@@ -228,7 +228,7 @@ def lay_blocks(tensors: Mapping[str, np.ndarray], config: CacheConfig, layer: in
     def read(name: str) -> np.ndarray:
         return clear_unused(gather_slots(tensors[f"{name}.{layer}"], slots, first=1), slots)
 
-    found = {name.partition(".")[0]: read(name.partition(".")[0]) for name in stored_parts(config, layer)}
+    found = {name.partition(".")[0]: read(name.partition(".")[0]) for name in stored_tensors(config, layer)}
     return Pool.bundle(config.form(layer).pack(found.pop("layer"), axis=1), **found)
 
 
@@ -245,7 +245,7 @@ def read_group_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group:
 def _fit(
     path: pathlib.Path,
     saved: SavedCache,
-    held: list[GroupRows],
+    group_rows: list[GroupRows],
     source: np.ndarray,
     config: CacheConfig,
     free: Sequence[Any],
@@ -253,7 +253,7 @@ def _fit(
 ) -> dict[int, BlockPlan]:
     """Plans, for each layer with a pool, the blocks of saved rows `source`, within the `free` blocks of its group."""
     lengths = np.array(saved.lengths)[source]
-    own = [None if rows_held.thinned is None else rows_held.lengths for rows_held in held]
+    own = [None if x.thinned is None else x.lengths for x in group_rows]
     for row, length, too_long in zip(source, lengths, are_too_long(lengths, own, config), strict=True):
         if too_long:
             raise CacheFileError(
@@ -261,7 +261,7 @@ def _fit(
                 "larger one, or leave the row out."
             )
     try:
-        plans = fit(config, saved.groups, held, saved.block_size, partial=partial)
+        plans = fit(config, saved.groups, group_rows, saved.block_size, partial=partial)
     except TokensGone as gone:
         raise CacheFileError(
             f"Row {source[gone.row]} of {path} holds the tokens of layer {gone.layer} from {gone.start} on, the others "

@@ -83,7 +83,7 @@ class SavedShards:
         return 0 if start is None else start // shard.data.shape[2]
 
 
-def write_parts(
+def write_shards(
     path: pathlib.Path, saved: SavedCache, shards: SavedShards, write: Callable[[pathlib.Path, CacheConfig], None]
 ) -> None:
     """Writes this process's file with `write`, then the manifest once all processes are done. All processes call this.
@@ -93,7 +93,7 @@ def write_parts(
     """
     token = exchange("save", secrets.token_hex(8), shards.processes)[0]
     me = jax.process_index()
-    mine = _part_path(path, token, me)
+    mine = _process_path(path, token, me)
     error = _catch_error(lambda: write(mine, shards.config(saved.config))) if shards.own else None
     try:
         _raise_everywhere("save's writing", error, path, shards)
@@ -103,11 +103,11 @@ def write_parts(
     told = exchange("save's parts", json.dumps(shards.own), shards.processes)
     error = None
     if shards.is_first:
-        parts = {
-            _part_path(path, token, p).name: json.loads(own) for p, own in zip(shards.processes, told, strict=True)
+        files = {
+            _process_path(path, token, p).name: json.loads(own) for p, own in zip(shards.processes, told, strict=True)
         }
-        parts = {name: own for name, own in parts.items() if own}
-        error = _catch_error(lambda: _write_manifest(path, saved, parts, shards.count))
+        files = {name: own for name, own in files.items() if own}
+        error = _catch_error(lambda: _write_manifest(path, saved, files, shards.count))
     _raise_everywhere("save's manifest", error, path, shards)
 
 
@@ -124,9 +124,9 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, Mapping[str, np.ndarray]
     if tensors.get(CHECKSUMS, np.zeros(0)).tolist() != [zlib.crc32(header)]:
         raise DamagedFile(f"{path} is damaged: its header is not what its checksum says. {AGAIN}")
     try:
-        parts, count = json.loads(fields["parts"]), int(fields["shards"])
+        files, count = json.loads(fields["parts"]), int(fields["shards"])
         config = format.parse_config(json.loads(fields["cache"])["config"])
-        found = [(numbers, *format.open_saved(path.with_name(name))) for name, numbers in parts.items()]
+        found = [(numbers, *format.open_saved(path.with_name(name))) for name, numbers in files.items()]
         numbers = sorted(number for numbers, *_ in found for number in numbers)
         is_whole = len(found) == 1 or (len(numbers) == count and numbers == list(range(count)))
     except FileNotFoundError as error:
@@ -137,28 +137,28 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, Mapping[str, np.ndarray]
         raise CacheFileError(
             f"{path} cannot be read by this version of jaxkv ({error}): load it with the version that saved it."
         ) from error
-    if not is_whole or len({(part.lengths, part.groups) for _, part, _ in found}) > 1:
+    if not is_whole or len({(saved.lengths, saved.groups) for _, saved, _ in found}) > 1:
         raise DamagedFile(f"{path} is damaged: its parts do not make a whole. {AGAIN}")
     _, first, shared = found[0]
-    joined = JoinedTensors(shared, config, [(numbers, part.config, own) for numbers, part, own in found], count)
+    joined = JoinedTensors(shared, config, [(numbers, saved.config, own) for numbers, saved, own in found], count)
     return dataclasses.replace(first, config=config), joined
 
 
 class JoinedTensors(Mapping[str, np.ndarray]):
     """The tensors of all processes' files, with sharded heads concatenated on access."""
 
-    def __init__(self, shared: Mapping[str, np.ndarray], config: CacheConfig, parts: list[Any], count: int):
-        self._shared, self._config, self._parts, self._count = shared, config, parts, count
+    def __init__(self, shared: Mapping[str, np.ndarray], config: CacheConfig, files: list[Any], count: int):
+        self._shared, self._config, self._files, self._count = shared, config, files, count
 
     def __getitem__(self, name: str) -> np.ndarray:
         what, _, number = name.partition(".")
-        if what not in ("layer", "scale") or len(self._parts) == 1:
+        if what not in ("layer", "scale") or len(self._files) == 1:
             return self._shared[name]
         heads = self._config.layers[int(number)].num_kv_heads
-        if all(config.layers[int(number)].num_kv_heads == heads for _, config, _ in self._parts):
+        if all(config.layers[int(number)].num_kv_heads == heads for _, config, _ in self._files):
             return self._shared[name]  # whole in each file
         size, pieces = heads // self._count, {}
-        for numbers, _, tensors in self._parts:
+        for numbers, _, tensors in self._files:
             for i, shard in enumerate(numbers):
                 pieces[shard] = tensors[name][:, :, i * size : (i + 1) * size]
         return np.concatenate([pieces[shard] for shard in range(self._count)], axis=2)
@@ -170,18 +170,18 @@ class JoinedTensors(Mapping[str, np.ndarray]):
         return len(self._shared)
 
 
-def _part_path(path: pathlib.Path, token: str, process: int) -> pathlib.Path:
+def _process_path(path: pathlib.Path, token: str, process: int) -> pathlib.Path:
     return path.with_name(f"{path.name}.{token}.{process}")
 
 
-def _write_manifest(path: pathlib.Path, saved: SavedCache, parts: dict[str, list[int]], count: int) -> None:
+def _write_manifest(path: pathlib.Path, saved: SavedCache, files: dict[str, list[int]], count: int) -> None:
     fields = format.render_header(saved) | {"format": FORMAT, "version": VERSION}
-    fields |= {"parts": json.dumps(parts), "shards": str(count)}
+    fields |= {"parts": json.dumps(files), "shards": str(count)}
     header = safetensors.header({CHECKSUMS: (np.dtype(np.uint32), (1,))}, fields)
     safetensors.write(path, {CHECKSUMS: np.array([zlib.crc32(header)], np.uint32)}, fields)
     old = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.\d+")
     for file in path.parent.iterdir():  # left by the previous manifest, or by an interrupted save
-        if old.fullmatch(file.name) and file.name not in parts:
+        if old.fullmatch(file.name) and file.name not in files:
             with contextlib.suppress(OSError):  # the next save tries again
                 file.unlink()
 

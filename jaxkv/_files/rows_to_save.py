@@ -17,7 +17,7 @@ from jaxkv._core.cache.data_parallel import RowShards
 from jaxkv._core.config.kv_packing import Apart
 from jaxkv._core.state.multihost import read_whole
 from jaxkv._core.state.state import NULL_BLOCK
-from jaxkv._files.format import stored_parts, stored_states
+from jaxkv._files.format import stored_states, stored_tensors
 
 CONTIGUOUS_BLOCK = 16  # tokens per block of a file from a contiguous cache, whose own blocks are mostly empty
 
@@ -43,20 +43,20 @@ class RowsToSave:
         lengths = [np.asarray(shard.lengths)[r] for shard, r in zip(self.caches, own, strict=True)]
         self.lengths = np.concatenate(lengths)[order].astype(np.int32)
         for g in range(len(config.groups)):
-            held = [find_group_rows(t[g], config, g, r) for t, r in zip(tables, own, strict=True)]
+            by_cache = [find_group_rows(t[g], config, g, r) for t, r in zip(tables, own, strict=True)]
             plans = [
                 reblock(
-                    rows_held.tables, rows_held.lengths, size, self.block_size,
-                    first=config.first_retained_block(g, rows_held.lengths),
+                    group_rows.tables, group_rows.lengths, size, self.block_size,
+                    first=config.first_retained_block(g, group_rows.lengths),
                     sink_blocks=config.group_sink_blocks[g],
                 )
-                for rows_held in held
+                for group_rows in by_cache
             ]  # fmt: skip
             heads = config.group_heads[g]
             self.plans.append(plans)
             self.tables.append(_side_by_side(_behind(plans), heads, order))
-            if held[0].thinned is not None:
-                both = [np.stack([x.lengths, x.thinned], axis=1) for x in held if x.thinned is not None]
+            if by_cache[0].thinned is not None:
+                both = [np.stack([x.lengths, x.thinned], axis=1) for x in by_cache if x.thinned is not None]
                 self.held[g] = _side_by_side(both, heads, order).T
         # Of several processes all come here, but not all write.
         self.states = [read_whole(take_states(cache, rows)) for cache, rows in zip(self.caches, own, strict=True)]
@@ -81,7 +81,7 @@ class RowsToSave:
             plans = self.plans[config.group(layer)]
             each = [jax.tree.leaves(found.pool(layer).tokens) for found in self.caches]
             for arrays, (name, (_, minor)) in zip(
-                zip(*each, strict=True), stored_parts(config, layer).items(), strict=True
+                zip(*each, strict=True), stored_tensors(config, layer).items(), strict=True
             ):
                 form = config.form(layer) if name.startswith("layer") else None
                 pieces = [_blocks(form, x, plan, minor, here) for x, plan in zip(arrays, plans, strict=True)]
@@ -132,8 +132,8 @@ def _behind(plans: list[BlockPlan]) -> list[np.ndarray]:
     return found
 
 
-def _side_by_side(parts: list[np.ndarray], heads: int, order: np.ndarray) -> np.ndarray:
+def _side_by_side(tables: list[np.ndarray], heads: int, order: np.ndarray) -> np.ndarray:
     """Concatenates the table rows of all caches, head by head, in the order of the rows."""
-    width = parts[0].shape[1]
-    split = [part.reshape(heads, len(part) // heads, width) for part in parts]
+    width = tables[0].shape[1]
+    split = [table.reshape(heads, len(table) // heads, width) for table in tables]
     return np.concatenate(split, axis=1)[:, order].reshape(heads * len(order), width)

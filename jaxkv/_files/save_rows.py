@@ -15,8 +15,8 @@ from jaxkv._core.cache.data_parallel import RowShards
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.arguments import require_host, row_indices
 from jaxkv._core.state.multihost import is_local
-from jaxkv._files.format import SNAPSHOTS, SavedCache, stored_parts, stored_states, write_saved
-from jaxkv._files.multihost_file import SavedShards, write_parts
+from jaxkv._files.format import SNAPSHOTS, SavedCache, stored_states, stored_tensors, write_saved
+from jaxkv._files.multihost_file import SavedShards, write_shards
 from jaxkv._files.paths import read_file_path
 from jaxkv._files.rows_to_save import RowsToSave
 
@@ -73,7 +73,7 @@ def save(
     else:
         assert isinstance(cache, Cache)
         shards = SavedShards(cache)
-        write_parts(file, saved, shards, functools.partial(write, here=shards.here))
+        write_shards(file, saved, shards, functools.partial(write, here=shards.here))
 
 
 def _describe_written(
@@ -94,7 +94,7 @@ def _find_shapes(written: RowsToSave, config: CacheConfig) -> dict[str, tuple[in
     shapes = {"lengths": written.lengths.shape} | {f"tables.{g}": x.shape for g, x in enumerate(written.tables)}
     shapes |= {f"held.{g}": x.shape for g, x in written.held.items()}
     for i in pool_layers(config):
-        for name, (heads, minor) in stored_parts(config, i).items():
+        for name, (heads, minor) in stored_tensors(config, i).items():
             shapes[name] = (written.num_blocks(config.group(i)), *heads, written.block_size, *minor)
     for (i, name), array in stored_states(config).items():
         shapes[f"state.{i}.{name}"] = (len(written.lengths), *array.shape)

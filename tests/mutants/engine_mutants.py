@@ -160,7 +160,7 @@ MUTANTS = {
     ),
     "a part of a save that failed is left": (
         "test_one_cache_over_two_processes",
-        Plant("write_parts", "mine.unlink(missing_ok=True)", ""),
+        Plant("write_shards", "mine.unlink(missing_ok=True)", ""),
     ),
     "heads of parts are put together in another order": (
         "test_one_cache_over_two_processes",
