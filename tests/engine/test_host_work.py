@@ -9,7 +9,7 @@ import pytest
 from checksum_model import LONGEST, Checksum, continuation
 
 import jaxkv
-from jaxkv._engine.programs.draft_model import Held
+from jaxkv._engine.programs.draft_model import DraftRow
 from jaxkv._engine.requests.common_beginning import block_hashes, count_common_blocks
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._tiers.prefix_cache import prefix_cache as prefixes
@@ -145,7 +145,7 @@ def note(function, seen, *arguments):
 
 
 def test_a_draft_compares_only_what_is_new():
-    held, tokens = Held(), Watched(range(10_000))
+    held, tokens = DraftRow(), Watched(range(10_000))
     for _ in range(5):
         held.follow(tokens)
         held.count, held.guesses = len(tokens), [1, 2, 3]

@@ -122,7 +122,7 @@ def test_what_is_counted_is_what_is_held():
                 counted = [0] * len(holdings.groups)
                 for row in rows:
                     sequence = running.get(row, Sequence([], 0))
-                    counted = np.add(counted, holdings.held(sequence.prompt, sequence.cached))
+                    counted = np.add(counted, holdings.count_row_blocks(sequence.prompt, sequence.cached))
                 if engine._cache_manager.has_rows_to_free:
                     continue
                 used = [t.num_blocks - int(t.num_free) for t in engine.cache.tables]
@@ -161,7 +161,7 @@ class Counted:
 
     @property
     def available(self):
-        held = [self.holdings.held(s.prompt, s.cached) for s in self.living]
+        held = [self.holdings.count_row_blocks(s.prompt, s.cached) for s in self.living]
         return [self.config.num_blocks - sum(blocks for (blocks,) in held)]
 
     may_have_more = False

@@ -16,8 +16,8 @@ MUTANTS = {
         "test_whoever_works_waits_for_a_cancel_of_another_thread",
         Plant(
             "EngineLock._take",
-            "held is not None and held.is_brief and held.thread.is_alive()",
-            "False and held.thread.is_alive()",
+            "current is not None and current.is_brief and current.thread.is_alive()",
+            "False and current.thread.is_alive()",
         ),
     ),
     "what was cut off is gone on with": (

@@ -80,7 +80,7 @@ def await_(condition, seconds=60):
 
 def finish_and_check(engine, requests):
     finish(engine, requests, WINDOWS)
-    assert not engine._prefill._asked and not engine._prefill._held
+    assert not engine._prefill._asked and not engine._prefill._queued
     engine._cache_manager.settle()
     jaxkv.check_invariants(engine.cache)
     assert engine.cache.is_empty and not engine.cache.blocks_in_use
@@ -100,7 +100,7 @@ def test_tokens_are_those_of_one_process(worker):
     assert 4 < sent < 12  # of a group one, of one token none
     requests = submit(engine, draw, 12)
     engine.step()
-    assert engine._prefill._asked and engine._prefill._held
+    assert engine._prefill._asked and engine._prefill._queued
     worker.kill()
     finish_and_check(engine, requests)
     assert engine.stats()["sent"] < sent + 12

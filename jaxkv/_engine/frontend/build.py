@@ -102,7 +102,7 @@ def make_cores(
     if snapshot_bytes is not None:
         snapshot_bytes = real("snapshot_bytes", snapshot_bytes, least=0) / count
     spill_bytes = real("spill_bytes", options.spill_bytes, least=0) // count
-    drafts, prefills = _parts("draft", draft, count), _parts("prefill", prefill, count)
+    drafts, prefills = _split_by_shard("draft", draft, count), _split_by_shard("prefill", prefill, count)
     guesses, deterministic = (options.draft_tokens, options.draft_branches), options.deterministic
     sizes = (options.step_tokens, options.long_prefill_tokens)
     cores = []
@@ -132,16 +132,16 @@ def make_cores(
     return cores
 
 
-def _parts(name: str, model: Any, count: int) -> list[Any]:
+def _split_by_shard(name: str, model: Any, count: int) -> list[Any]:
     if model is None or isinstance(model, str):
         return [model] * count
-    parts = split_model(model)
-    if len(parts) != count:
+    models = split_model(model)
+    if len(models) != count:
         raise ValueError(
             f"The model's rows are divided over {count} device{'s' * (count > 1)} of the mesh axis {AXIS!r}, but those "
-            f"of {name}= over {len(parts)}: load it on a mesh with as many."
+            f"of {name}= over {len(models)}: load it on a mesh with as many."
         )
-    return parts
+    return models
 
 
 def read_longest(longest: Any, model_config: Any) -> int:

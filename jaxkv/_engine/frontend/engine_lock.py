@@ -16,7 +16,7 @@ class EngineBusy(RuntimeError):
     """Raised if another thread is using the engine."""
 
 
-class HeldLock:
+class LockHold:
     """A thread's hold on the lock. It ends with `EngineLock.hold`, or when nothing refers to it any more."""
 
     def __init__(self, thread: threading.Thread, is_brief: bool):
@@ -28,14 +28,14 @@ class EngineLock:
     """The lock. An interrupted call drops its hold with its frame, so the lock is never left taken."""
 
     def __init__(self) -> None:
-        self._holder: dict[str, weakref.ref[HeldLock]] = {}
+        self._holder: dict[str, weakref.ref[LockHold]] = {}
         self._stale = threading.Lock()
         self.is_closed = False
         self.refuse: Callable[[], None] | None = None  # raises for another reason
-        self._waiting: weakref.WeakSet[HeldLock] = weakref.WeakSet()  # who waits
-        self._computing: weakref.ref[HeldLock] | None = None  # within a hold, the call that uses the engine's memory
+        self._waiting: weakref.WeakSet[LockHold] = weakref.WeakSet()  # who waits
+        self._computing: weakref.ref[LockHold] | None = None  # within a hold, the call that uses the engine's memory
 
-    def take(self, *, is_brief: bool = False) -> HeldLock:
+    def take(self, *, is_brief: bool = False) -> LockHold:
         """Takes the lock until the returned hold ends. A thread that has the lock gets its own hold again.
 
         Args:
@@ -45,36 +45,36 @@ class EngineLock:
         Raises:
           RuntimeError: another thread has the lock.
         """
-        mine = HeldLock(threading.current_thread(), is_brief)
+        mine = LockHold(threading.current_thread(), is_brief)
         try:
             return self._take(mine)
         finally:  # not with its frame: whoever keeps the error that ended the wait would be waited for
             self._waiting.discard(mine)
 
-    def _take(self, mine: HeldLock) -> HeldLock:
+    def _take(self, mine: LockHold) -> LockHold:
         waits, has_looked = 0, False
         while True:
             holder = self._holder.setdefault("turn", weakref.ref(mine))  # atomic: only one thread succeeds
-            held = holder()
-            if held is not None and held.thread is mine.thread:
-                return held
-            if held is not None and held.is_brief and held.thread.is_alive():
-                del held  # the hold ends when nothing refers to it
+            current = holder()
+            if current is not None and current.thread is mine.thread:
+                return current
+            if current is not None and current.is_brief and current.thread.is_alive():
+                del current  # the hold ends when nothing refers to it
                 self._waiting.add(mine)
                 time.sleep(1e-4)
                 waits += 1
                 if waits % MANY_WAITS == 0:
                     gc.collect()
                 continue
-            if held is not None and held.thread.is_alive():
+            if current is not None and current.thread.is_alive():
                 if has_looked:
                     raise EngineBusy(
-                        f"This engine is at work in the thread {held.thread.name!r}, and is one thread's at a time: "
+                        f"This engine is at work in the thread {current.thread.name!r}, and is one thread's at a time: "
                         "let its stream or run end or close it first. submit and cancel can be called from any thread."
                     )
                 # The interrupt and the frame of the call that it ended may refer to each other: then only the garbage
                 # collector frees them.
-                del held
+                del current
                 gc.collect()
                 has_looked = True
                 continue
@@ -85,13 +85,13 @@ class EngineLock:
     @contextlib.contextmanager
     def hold(self, *, is_brief: bool = False) -> Iterator[None]:
         """Holds the lock, as `take` does, until the context ends. A thread's contexts may end in any order."""
-        held = self.take(is_brief=is_brief)
-        held.calls += 1
+        mine = self.take(is_brief=is_brief)
+        mine.calls += 1
         try:
             yield
         finally:
-            held.calls -= 1
-            if not held.calls:
+            mine.calls -= 1
+            if not mine.calls:
                 self._holder.pop("turn", None)
 
     def let_others(self) -> None:
@@ -115,7 +115,7 @@ class EngineLock:
         if outer is not None and outer.thread is threading.current_thread():
             yield
             return
-        mine = HeldLock(threading.current_thread(), True)
+        mine = LockHold(threading.current_thread(), True)
         self._computing = weakref.ref(mine)
         try:
             self.refuse_closed()  # checked after the line above: `close` does the two in the opposite order

@@ -60,8 +60,8 @@ def steps(cores: Sequence[EngineCore]) -> int:
 
 
 def tokens(cores: Sequence[EngineCore]) -> int:
-    parts = [part for core in cores for part in (core.runner, core.prefill) if part is not None]
-    return sum(part.tokens for part in parts)
+    runners = [runner for core in cores for runner in (core.runner, core.prefill) if runner is not None]
+    return sum(runner.tokens for runner in runners)
 
 
 def set_back(cores: Sequence[EngineCore]) -> int:

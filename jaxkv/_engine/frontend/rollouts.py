@@ -72,7 +72,7 @@ class Updatable(Closable):
     def _plan_change(self, model: Any, draft: Any, prefill: Any) -> Callable[[], None]:
         """Reads weights, and returns what gives them to the cores. Raises ValueError if they are another model's."""
         flat = jax.tree.flatten(model)  # takes longer than all else here
-        parts = self._read_weights("model", model, [core.runner for core in self._cores], flat)
+        shards = self._read_weights("model", model, [core.runner for core in self._cores], flat)
         drafters = [core.drafter for core in self._cores]
         drafts = None if draft is None else self._read_weights("draft", draft, drafters)
         apart = [core.prefill and core.prefill.list_runners()[0] for core in self._cores]
@@ -81,11 +81,11 @@ class Updatable(Closable):
                 "This engine computes prompts with a model of its own, which must have the same weights: give "
                 "update(model, prefill=) both."
             )
-        prefills = [None] * len(parts) if prefill is None else self._read_weights("prefill", prefill, apart)
+        prefills = [None] * len(shards) if prefill is None else self._read_weights("prefill", prefill, apart)
 
         def change() -> None:
             has_disk = any(core.cache_manager.prefix and core.cache_manager.prefix.files for core in self._cores)
-            for i, (core, leaves) in enumerate(zip(self._cores, parts, strict=True)):
+            for i, (core, leaves) in enumerate(zip(self._cores, shards, strict=True)):
                 name = fingerprint(jax.tree.unflatten(core.runner.structure, leaves)) if has_disk else None
                 core.update(leaves, prefills[i], name)
                 if drafts is not None:
@@ -174,13 +174,13 @@ class Updatable(Closable):
             older = users[0].leaves
             if all(map(_can_replace, leaves, older)):
                 return [list(map(_place_alike, leaves, older))]
-        parts = split_model(take_local_model(model))
-        if len(parts) != len(users):
+        shards = split_model(take_local_model(model))
+        if len(shards) != len(users):
             raise ValueError(
-                f"{name} is divided over {len(parts)} devices by rows, and the engine's over {len(users)}: load it on "
+                f"{name} is divided over {len(shards)} devices by rows, and the engine's over {len(users)}: load it on "
                 "the same mesh."
             )
-        return [_read_leaves(name, part, user) for part, user in zip(parts, users, strict=True)]
+        return [_read_leaves(name, shard, user) for shard, user in zip(shards, users, strict=True)]
 
     def _remember_given(self, model: Any, leaves: list[Any] | None = None) -> None:
         """Remembers the model and its leaves, weakly."""

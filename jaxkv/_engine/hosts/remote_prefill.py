@@ -45,7 +45,7 @@ class RemotePrefill:
         self._config, self._link = config, _Link(address, config, model)
         self.sent = self.tokens = 0  # rows that came; tokens computed there are counted there
         self._asked: dict[int, Sequence] = {}  # what is computed there, by the numbers in messages
-        self._held = Queue()  # what is to be: there are not more than two rows under way for each row there
+        self._queued = Queue()  # what is to be: there are not more than two rows under way for each row there
         self._count = 0
         self._session: _Session | None = self._link.session
         self._declined: weakref.WeakSet[Sequence] = weakref.WeakSet()  # those that cannot be computed there
@@ -65,13 +65,13 @@ class RemotePrefill:
 
     def has(self, sequence: Sequence) -> bool:
         """Tells whether a sequence is computed there, or is to be."""
-        return sequence in self._asked.values() or sequence in self._held
+        return sequence in self._asked.values() or sequence in self._queued
 
     def restart(self) -> None:
         """Forgets what was asked for."""
         for number in list(self._asked):
             self._forget(number)
-        self._held = Queue()
+        self._queued = Queue()
 
     release = restart
 
@@ -84,7 +84,7 @@ class RemotePrefill:
     def close(self) -> None:
         """Leaves the other process."""
         self._link.close()
-        self._asked, self._held = {}, Queue()
+        self._asked, self._queued = {}, Queue()
 
     def exchange(self, waiting: Queue, *, wait: bool) -> None:
         """Takes sequences with prompts to compute from a queue, and puts computed ones back.
@@ -102,11 +102,11 @@ class RemotePrefill:
 
     def drop(self, sequence: Sequence) -> None:
         """Forgets a sequence in any state."""
-        for other in (*self._asked.values(), *self._held):
+        for other in (*self._asked.values(), *self._queued):
             if sequence in other.followers:
                 other.followers.remove(sequence)
-        if sequence in self._held:
-            self._held.remove(sequence)
+        if sequence in self._queued:
+            self._queued.remove(sequence)
         for number in [number for number, own in self._asked.items() if own is sequence]:
             self._forget(number)
 
@@ -122,10 +122,10 @@ class RemotePrefill:
             return
         for sequence in [s for s in waiting if self._is_for(session, s)]:
             waiting.remove(sequence)
-            self._held.add(sequence)
+            self._queued.add(sequence)
         room = 2 * session.rows - len(self._asked) - sum(s.host is not None for s in waiting)
-        for sequence in self._held.first(max(room, 0)):
-            self._held.remove(sequence)
+        for sequence in self._queued.first(max(room, 0)):
+            self._queued.remove(sequence)
             self._asked[self._count] = sequence
             session.connection.send(
                 {
@@ -172,9 +172,9 @@ class RemotePrefill:
 
     def _take_back(self, waiting: Queue) -> None:
         """Has everything wait here that was to be computed by a process that was lost."""
-        for sequence in (*self._asked.values(), *self._held):
+        for sequence in (*self._asked.values(), *self._queued):
             waiting.add(sequence)
-        self._asked, self._held = {}, Queue()
+        self._asked, self._queued = {}, Queue()
         self._session = self._link.session
 
 

@@ -27,10 +27,10 @@ from jaxkv._engine.requests.sampling import FIELDS, KINDS, Kind, Sampling, choos
 from jaxkv._engine.requests.scheduler import Sequence
 
 # What programs are told of each row: how many tokens stay, how many are new, its adapter and its `Choice`.
-HELD, FED, ADAPTER, COLUMN = 0, 1, 2, slice(3, 3 + FIELDS)
+LENGTH, FED, ADAPTER, COLUMN = 0, 1, 2, slice(3, 3 + FIELDS)
 
 
-class Held:
+class DraftRow:
     """The contents of a row of the draft's cache: the first tokens of a sequence, then draft tokens."""
 
     def __init__(self, can_roll_back: bool = True) -> None:
@@ -85,7 +85,7 @@ class ModelDrafter:
         self._program = draft_program(jax.tree.structure(empty), self.structure, place)
         self._soundness = Soundness(is_kept=False)  # of what follows: the cache is allocated with the first call
         self._cache: list[jax.Array] = []
-        self._held: list[Held] = []  # of each row
+        self._draft_rows: list[DraftRow] = []  # of each row
 
     def guess(self, sequences: Several[Sequence], count: int) -> list[DraftTokens]:
         if not sequences:
@@ -93,20 +93,20 @@ class ModelDrafter:
         self._make_sound()
         with self._soundness:
             for sequence in sequences:
-                self._find_held(sequence).follow(sequence.tokens, sequence.adapter)
+                self._find_row(sequence).follow(sequence.tokens, sequence.adapter)
             while self._feed(sequences):
                 pass
             rows = self._rows()
             tokens = np.zeros((self.config.max_seqs, self.few), np.int32)
             for sequence in sequences:
-                row, missing = sequence.row, sequence.tokens[len(self._find_held(sequence)) :]
+                row, missing = sequence.row, sequence.tokens[len(self._find_row(sequence)) :]
                 tokens[row, : len(missing)] = missing
                 rows[FED, row], rows[COLUMN, row] = len(missing), sequence.request.column
             kind = KINDS[max(sequence.request.kind for sequence in sequences)]
             chosen = np.asarray(self._call(rows, tokens, kind, self.count))
             guesses = [chosen[:, sequence.row].tolist() for sequence in sequences]
             for sequence, guessed in zip(sequences, guesses, strict=True):
-                of_row = self._find_held(sequence)
+                of_row = self._find_row(sequence)
                 of_row.count, of_row.guesses = len(sequence.tokens), guessed[:-1] if self._can_roll_back else []
         return [DraftTokens.chain(guessed[:count]) for guessed in guesses]
 
@@ -121,20 +121,20 @@ class ModelDrafter:
     def release(self) -> None:
         delete(self._cache)
         self._soundness.begin()
-        self._cache, self._held = [], []
+        self._cache, self._draft_rows = [], []
 
     def close(self) -> None:
         self.release()
         self.leaves = []
 
-    def _find_held(self, sequence: Sequence) -> Held:
+    def _find_row(self, sequence: Sequence) -> DraftRow:
         assert sequence.row is not None
-        return self._held[sequence.row]
+        return self._draft_rows[sequence.row]
 
     def _make_sound(self) -> None:
         if not self._soundness.is_kept:
             self._cache = jax.tree.leaves(init(self.config, mesh=self.mesh))
-            self._held = [Held(self._can_roll_back) for _ in range(self.config.max_seqs)]
+            self._draft_rows = [DraftRow(self._can_roll_back) for _ in range(self.config.max_seqs)]
             self._soundness.end()
 
     def _feed(self, sequences: Several[Sequence]) -> bool:
@@ -143,7 +143,7 @@ class ModelDrafter:
         for sequence in sorted(sequences, key=lambda s: s.row or 0):
             row = sequence.row
             assert row is not None
-            held = len(self._held[row])
+            held = len(self._draft_rows[row])
             count = min(len(sequence.tokens) - 1 - held, self.step_tokens - len(packed))
             if len(sequence.tokens) - held > self.few and count:
                 packed += sequence.tokens[held : held + count]
@@ -154,13 +154,13 @@ class ModelDrafter:
         tokens[: len(packed)] = packed
         self._call(rows, tokens, KINDS[0], 0)
         for sequence in sequences:
-            self._find_held(sequence).count += int(rows[FED, sequence.row])
+            self._find_row(sequence).count += int(rows[FED, sequence.row])
         return True
 
     def _rows(self) -> np.ndarray:
         rows = np.zeros((COLUMN.stop, self.config.max_seqs), np.int32)
-        rows[HELD] = [len(held) for held in self._held]
-        rows[ADAPTER] = [held.adapter for held in self._held]
+        rows[LENGTH] = [len(row) for row in self._draft_rows]
+        rows[ADAPTER] = [row.adapter for row in self._draft_rows]
         return rows
 
     def _call(self, rows: np.ndarray, tokens: np.ndarray, kind: Kind, count: int) -> jax.Array:
@@ -179,11 +179,11 @@ def make_drafter(draft: Any, config: CacheConfig, step_tokens: int, count: int, 
     )
 
 
-def _common(held: list[int], tokens: list[int]) -> int:
+def _common(known: list[int], tokens: list[int]) -> int:
     """Returns the length of the common prefix of two lists."""
-    if held[: len(tokens)] == tokens[: len(held)]:
-        return min(len(held), len(tokens))
-    return next(i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b)
+    if known[: len(tokens)] == tokens[: len(known)]:
+        return min(len(known), len(tokens))
+    return next(i for i, (a, b) in enumerate(zip(known, tokens, strict=False)) if a != b)
 
 
 @functools.lru_cache(maxsize=16)
@@ -198,7 +198,7 @@ def draft_program(structure: Any, model: Any, place: NamedSharding | None = None
         def guess(logits: jax.Array, cache: Cache) -> jax.Array:  # where there is no choice, any token does
             return jnp.maximum(choose(kind, logits.astype(jnp.float32), sampling, cache.lengths), 0)
 
-        cache = extend(truncate(cache, rows[HELD]), fed)
+        cache = extend(truncate(cache, rows[LENGTH]), fed)
         places = jnp.maximum((jnp.cumsum(fed) if tokens.ndim == 1 else fed) - 1, 0)
         logits, cache = logits_at(draft, tokens, cache, places, adapters=adapters)
         if not count:

@@ -91,10 +91,10 @@ class _Run:
     def run_in_chunks(self, rows: list[np.ndarray]) -> Iterator[tuple[int, bool, np.ndarray]]:
         cache, done = init(self.config), 0
         while done < len(rows[OWN]):
-            part = rows[OWN][done : done + (1 if done == CHUNK else CHUNK)]
-            logits, cache = self._pack(part, np.array([0, len(part), 0], np.int32), cache)
-            yield from ((done + i, done == 0, logits[i]) for i in range(len(part)))
-            done += len(part)
+            chunk = rows[OWN][done : done + (1 if done == CHUNK else CHUNK)]
+            logits, cache = self._pack(chunk, np.array([0, len(chunk), 0], np.int32), cache)
+            yield from ((done + i, done == 0, logits[i]) for i in range(len(chunk)))
+            done += len(chunk)
 
     def run_one_by_one(self, rows: list[np.ndarray]) -> Iterator[tuple[int, bool, np.ndarray]]:
         """Decodes beside a shorter row, after a first chunk."""
@@ -115,8 +115,9 @@ class _Run:
         """Takes the last token of each padded chunk of a row beside others."""
         cache, done = init(self.config), 0
         while done < len(rows[OWN]):
-            parts = [row[done : done + CHUNK] for row in rows]
-            tokens, counts = np.stack([_pad(part, CHUNK) for part in parts]), np.array(list(map(len, parts)), np.int32)
+            chunks = [row[done : done + CHUNK] for row in rows]
+            tokens = np.stack([_pad(chunk, CHUNK) for chunk in chunks])
+            counts = np.array(list(map(len, chunks)), np.int32)
             logits, cache = self._step(self._padded, tokens, counts, cache)
             done += int(counts[OWN])
             yield done - 1, done <= CHUNK, logits[OWN]

@@ -18,7 +18,7 @@ class Holdings:
         self.groups: range | list[int] = range(len(config.groups))
         self.block_bytes = [config.bytes_per_group_block(g) for g in self.groups]
 
-    def held(self, prompt: int, cached: int) -> list[int]:
+    def count_row_blocks(self, prompt: int, cached: int) -> list[int]:
         """Returns an upper bound on the blocks of a row with `cached` tokens and a prompt of `prompt`."""
         return [self.count_between_steps(g, cached) for g in self.groups]
 
@@ -36,8 +36,8 @@ class Holdings:
 
     def growth(self, prompt: int, cached: int, length: int) -> list[int]:
         """Returns the blocks it takes until it has `length` tokens; some may be freed before."""
-        most, held = self.most(prompt, cached, length), self.held(prompt, cached)
-        return [max(0, at_most - now) for at_most, now in zip(most, held, strict=True)]
+        most, current = self.most(prompt, cached, length), self.count_row_blocks(prompt, cached)
+        return [max(0, at_most - now) for at_most, now in zip(most, current, strict=True)]
 
     def growth_beside(self, sequence: Sequence, source: Sequence, common: int) -> list[int]:
         """Returns the blocks that a sequence on the host takes until its end, beside a row with which it has `common`
@@ -60,9 +60,9 @@ class Holdings:
 class ThinnedHoldings(Holdings):
     """Block counts of rows that evict. They share nothing, so free blocks follow from each row's bound."""
 
-    def __init__(self, config: CacheConfig, eviction: Eviction, parts: Iterable[int]):
+    def __init__(self, config: CacheConfig, eviction: Eviction, group_shards: Iterable[int]):
         super().__init__(config)
-        self.eviction, self.parts = eviction, tuple(parts)  # of each group's blocks
+        self.eviction, self.group_shards = eviction, tuple(group_shards)  # of each group's blocks
         kept, self._kept, self.block_bytes = {}, [], []
         for group, layers in enumerate(config.groups):
             table = None
@@ -81,7 +81,7 @@ class ThinnedHoldings(Holdings):
             self.block_bytes[list(kept).index(kind)] += config.bytes_per_group_block(group)
         self.groups = list(kept.values())
 
-    def held(self, prompt: int, cached: int) -> list[int]:
+    def count_row_blocks(self, prompt: int, cached: int) -> list[int]:
         point = self.eviction.point_before(prompt, cached)
         return [self._blocks(g, table, point, cached) for g, table in zip(self.groups, self._kept, strict=True)]
 
@@ -115,16 +115,16 @@ class ThinnedHoldings(Holdings):
 
     def room(self, sequences: Iterable[Sequence]) -> list[int]:
         """Returns the blocks that these sequences cannot hold."""
-        held = [self.held(s.prompt, s.cached) for s in sequences]
-        return [self.config.group_blocks[g] - sum(blocks[i] for blocks in held) for i, g in enumerate(self.groups)]
+        counts = [self.count_row_blocks(s.prompt, s.cached) for s in sequences]
+        return [self.config.group_blocks[g] - sum(blocks[i] for blocks in counts) for i, g in enumerate(self.groups)]
 
     def _blocks(self, group: int, table: list[int] | None, point: int, length: int) -> int:
         """Returns the blocks of a row of `length` tokens that last evicted after `point`."""
         if table is None:
             return self.count_between_steps(group, length)
-        heads, size, parts = self.config.group_heads[group], self.size, self.parts[group]
+        heads, size, num_shards = self.config.group_heads[group], self.size, self.group_shards[group]
         tokens = min(point, table[point]) + length - point
         if self.eviction.budget == "ada" and point:  # heads may have any shares of them, each with a block partly used
-            own = heads // parts  # which may all be of one part
-            return parts * min(own * -(-length // size), (heads * tokens + own * (size - 1)) // size)
+            own = heads // num_shards  # which may all be of one shard
+            return num_shards * min(own * -(-length // size), (heads * tokens + own * (size - 1)) // size)
         return heads * -(-tokens // size)

@@ -42,7 +42,7 @@ class IdStops:
 
     def count_safe(self, output: list[int]) -> int:
         """Returns how many tokens can be shown: the others may be the beginning of a stop sequence."""
-        return len(output) - _count_held(tuple(output[-max(map(len, self.stops)) :]), self.stops)
+        return len(output) - _count_partial_match(tuple(output[-max(map(len, self.stops)) :]), self.stops)
 
 
 class TextStops:
@@ -109,7 +109,7 @@ class TextStops:
 
     def show(self, text: str) -> str:
         """Returns what of a text can be shown: the rest may be the beginning of a stop string."""
-        return text[: len(text) - _count_held(text, self.stops)]
+        return text[: len(text) - _count_partial_match(text, self.stops)]
 
     def read_text(self, output: list[int], *, is_whole: bool, stop: Any = None) -> str:
         """Returns the text of the output as far as it can be shown, without the stop string that ended it."""
@@ -122,15 +122,15 @@ class TextStops:
 Stops = IdStops | TextStops
 
 
-def _count_held(tail: Any, stops: Collection[Any]) -> int:
+def _count_partial_match(tail: Any, stops: Collection[Any]) -> int:
     """Returns how much of the end of a sequence may be the beginning of a stop sequence: the most of any."""
-    held = 0
+    longest = 0
     for stop in stops:
-        for count in range(min(len(stop) - 1, len(tail)), held, -1):
+        for count in range(min(len(stop) - 1, len(tail)), longest, -1):
             if tail[-count:] == stop[:count]:
-                held = count
+                longest = count
                 break
-    return held
+    return longest
 
 
 class StopSearch:
@@ -162,8 +162,8 @@ class StopSearch:
             self.settle_text(output, is_whole=True)
             return True
         self._scanned = len(output)
-        held_back = () if self.is_included else self.stops
-        self.num_safe = min((stops.count_safe(output) for stops in held_back), default=self._scanned)
+        hidden = () if self.is_included else self.stops
+        self.num_safe = min((stops.count_safe(output) for stops in hidden), default=self._scanned)
         self.settle_text(output, is_whole=self.is_included or len(output) >= limit)
         return False
 

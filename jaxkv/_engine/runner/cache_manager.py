@@ -46,8 +46,8 @@ class CacheManager:
         self.device, self.room, self.states = DeviceCache(config, model), Room(), StateKeeper(config, prefix)
         self.prefix_rows = PrefixRows(prefix, config, self.device, self.room, self.states)
         self.sharing = RowSharing(config, prefix, self.states, is_thinned=eviction is not None)
-        num_shards = (tables.num_shards for tables in self.cache.tables)
-        self.holdings = Holdings(config) if eviction is None else ThinnedHoldings(config, eviction, num_shards)
+        group_shards = (tables.num_shards for tables in self.cache.tables)
+        self.holdings = Holdings(config) if eviction is None else ThinnedHoldings(config, eviction, group_shards)
         self.swapping = SwapPolicy(swap, host_bandwidth, config, self.holdings, eviction, has_prefix=prefix is not None)
         programs = compile_maintenance(self.device.structure, self.device.shared)
         self._settle, self._swap_in, self._fork, self._begin, self._put_states = programs

@@ -52,6 +52,6 @@ class SwapPolicy:
             return self.swap == "always"
         if (self.has_prefix and sequence.shareable) or self.seconds_per_token is None:
             return False
-        held = self.holdings.held(sequence.prompt, sequence.cached)
-        moved = 2 * (sum(map(operator.mul, held, self.holdings.block_bytes)) + self.config.bytes_per_state)
+        blocks = self.holdings.count_row_blocks(sequence.prompt, sequence.cached)
+        moved = 2 * (sum(map(operator.mul, blocks, self.holdings.block_bytes)) + self.config.bytes_per_state)
         return moved / self.host_bandwidth < sequence.cached * self.seconds_per_token

@@ -270,7 +270,7 @@ def test_what_is_saved_again_and_again_is_gathered_by_one_program(monkeypatch):
     halves = NamedSharding(mesh, PartitionSpec("model"))
     tree = {"states": [jax.device_put(jnp.arange(4.0) + i, halves) for i in range(3)], "lengths": np.arange(3)}
     monkeypatch.setattr(multihost, "is_local", lambda tree: False)  # as with a mesh of two processes
-    monkeypatch.setattr(multihost, "_is_in_parts", lambda x: isinstance(x, jax.Array))
+    monkeypatch.setattr(multihost, "_is_divided", lambda x: isinstance(x, jax.Array))
     multihost._gather_on.cache_clear()
     for _ in range(2):
         jax.tree.map(np.testing.assert_array_equal, multihost.read_whole(tree), jax.device_get(tree))
