@@ -4,7 +4,8 @@
     python benchmarks/gpu.py --quick     what matters most, in 90 seconds
     python benchmarks/gpu.py --check     the numerics alone, in less than 3 minutes; names a kernel that hangs, and
                                          writes results/gpu_check.json
-    python benchmarks/gpu.py --only X    what a row says matches a regular expression, such as "prefill.*ours"
+    python benchmarks/gpu.py --only X    what a row says matches a regular expression, such as "prefill.*ours"; given
+                                         several times, in the order of these
     python benchmarks/gpu.py --dry-run   a little of everything, in the interpreter, and whether everything else at
                                          least lowers, without a GPU; writes nothing
 
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="what matters most")
     parser.add_argument("--check", action="store_true", help="the numerics alone")
     parser.add_argument("--unchecked", action="store_true", help="without the numerics, where they were checked before")
-    parser.add_argument("--only", default="", metavar="REGEX", help="what a row says, or a part of it")
+    parser.add_argument("--only", default=[], action="append", metavar="REGEX", help="what a row says, or a part of it")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes in the interpreter; writes nothing")
     parser.add_argument("--seconds", type=float, help="time for all of it; default: 480, or 90 if quick")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="the folder that gets gpu.json")
@@ -108,17 +109,40 @@ def compile_headlines(options: argparse.Namespace, until: float) -> None:
     """Compiles a part of what is measured first. Not models, whose products are tuned when nobody else is at the
     device."""
     nth, count = options.compile
-    for model, point, who in headlines()[nth::count]:
-        if model or time.time() > until:
-            continue
+
+    def compile_point(point: Point, who: Rivals) -> None:
         row = describe_row(None, point)
-        who = rivals_of(who, quick=options.quick)
-        said = compile_ahead(point, who, lambda by, row=row: re.search(options.only, words(row | {"by": by})))
+        said = compile_ahead(point, who, lambda by: re.search(join(options.only), words(row | {"by": by})))
         if said:
             print(f"compiled {words(row)}: {said}", flush=True)
-    for what, _, prepare in [*state_pieces(dry=False, interpret=None)][nth::count]:
-        if re.search(options.only, words(what)) and time.time() < until:
-            prepare().run()
+
+    pieces = [
+        (describe_row(None, point), functools.partial(compile_point, point, rivals_of(who, quick=options.quick)))
+        for model, point, who in headlines()
+        if model is None
+    ]
+    for what, _, prepare in state_pieces(dry=False, interpret=None):
+        if re.search(join(options.only), words(what)):
+            pieces.append((what, lambda prepare=prepare: prepare().run()))
+    for _, run in in_order(pieces, options.only)[nth::count]:
+        if time.time() < until:
+            run()
+
+
+def join(only: list[str]) -> str:
+    """Returns one regular expression for several of which any may match; for none, what matches everything."""
+    return "|".join(f"(?:{each})" for each in only)
+
+
+def in_order[T](pieces: Iterable[tuple[dict[str, Any], T]], only: list[str]) -> list[tuple[dict[str, Any], T]]:
+    """Returns pieces by the first of several regular expressions that what they say matches."""
+
+    def rank(piece: tuple[dict[str, Any], T]) -> int:
+        row, _ = piece
+        said = words(row if "by" in row else row | {"by": "ours"})
+        return next((i for i, each in enumerate(only) if re.search(each, said)), len(only))
+
+    return sorted(pieces, key=rank)
 
 
 def gather_checks(options: argparse.Namespace, folders: list[pathlib.Path]) -> str | int:
@@ -143,7 +167,7 @@ def run(options: argparse.Namespace, until: float, interpret) -> str | int:
         compile_headlines(options, until)
         return 0
     book = Book(
-        options.results / "gpu.json", go_on=bool(options.worker), only=options.only,
+        options.results / "gpu.json", go_on=bool(options.worker), only=join(options.only),
         commit=options.commit or commit(), jaxlib=importlib.metadata.version("jaxlib"), max_bytes=MAX_BYTES,
     )  # fmt: skip
     wrong = []
@@ -151,7 +175,7 @@ def run(options: argparse.Namespace, until: float, interpret) -> str | int:
         each, seconds = (1, 1e9) if dry else (2 if options.quick else 12, until - time.time())
         wrong = check(book, interpret, each=each, seconds=seconds, only_kind=options.kind)
     if not options.check:
-        measure(book, until, interpret, quick=options.quick)
+        measure(book, until, interpret, quick=options.quick, only=options.only)
         rows = [row for row in book.rows if row["what"] not in ("check", "kernels", "lowers")]
         table([{key: "" if (x := row.get(key)) is None or x is False else x for key in SHOWN} for row in rows])
     return f"{len(wrong)} cases differ from the reference." if wrong else 0
@@ -189,7 +213,7 @@ def yardsticks(num_bytes: float) -> Iterator[tuple[str, str, Callable[[], dict[s
         yield "read", by, functools.partial(bandwidth, functools.partial(jnp.max, axis=axis), 1)
 
 
-def measure(book: Book, until: float, interpret, *, quick: bool) -> None:
+def measure(book: Book, until: float, interpret, *, quick: bool, only: list[str]) -> None:
     """One row for each piece of work and contender, until the time is up."""
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # JAX's Triton kernel
     dry = interpret is not None
@@ -204,28 +228,43 @@ def measure(book: Book, until: float, interpret, *, quick: bool) -> None:
 
     best = max(reads, default=None)
 
-    def take(pieces: Iterable[Piece]) -> int:
-        """Measures pieces; how many were left when the time was up."""
-        skipped = 0
-        for model, point, who in pieces:
-            if time_is_up():
-                skipped += 1
-                continue
-            row, who = describe_row(model, point), rivals_of(who, quick=quick)
-            if model:
-                runs: Runs = iter([("ours", functools.partial(step_of, model, point, interpret))])
-            else:
-                runs = contenders(point, who, interpret)
-            rate = functools.partial(speed, model, point, best)
-            most = HUNG_MODEL if model and not dry else patience
-            side_by_side(book, row, runs, rate, most, time_is_up, closely=who == "all")
-        return skipped
+    def measure_point(model: Model | None, point: Point, who: Rivals) -> None:
+        row, who = describe_row(model, point), rivals_of(who, quick=quick)
+        if model:
+            runs: Runs = iter([("ours", functools.partial(step_of, model, point, interpret))])
+        else:
+            runs = contenders(point, who, interpret)
+        rate = functools.partial(speed, model, point, best)
+        most = HUNG_MODEL if model and not dry else patience
+        side_by_side(book, row, runs, rate, most, time_is_up, closely=who == "all")
 
-    skipped = take(tiny() if dry else headlines())
-    for what, layer, prepare in state_pieces(dry=dry, interpret=interpret):
-        if book.wants(what) and not time_is_up():
-            book.attempt(what, functools.partial(measure_step, layer, what["batch"], prepare), patience)
-    skipped += take(() if dry else others())
+    def measure_states(what: dict[str, Any], layer: Shape, prepare: Callable[[], Contender]) -> None:
+        if not book.wants(what):
+            return
+        prepared: list[Contender] = []
+
+        def keep() -> Contender:
+            prepared.append(prepare())
+            return prepared[0]
+
+        book.attempt(what, functools.partial(measure_step, layer, what["batch"], keep), patience)
+        if prepared and what["by"] == "ours":
+            profiled = functools.partial(kernel_seconds, prepared[0])
+            book.attempt(what | {"what": "kernels", "of": "states"}, profiled, patience)
+
+    def pieces_of(work: Iterable[Piece]) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
+        return ((describe_row(*piece[:2]), functools.partial(measure_point, *piece)) for piece in work)
+
+    states = (
+        (piece[0], functools.partial(measure_states, *piece)) for piece in state_pieces(dry=dry, interpret=interpret)
+    )
+    first = in_order([*pieces_of(tiny() if dry else headlines()), *states], only)
+    skipped = 0
+    for _, run in [*first, *pieces_of(() if dry else others())]:
+        if time_is_up():
+            skipped += 1
+        else:
+            run()
     if dry:  # everything of true size, as far as it comes without the chip
         for _, point, who in headlines():
             row = {"what": "lowers", **dataclasses.asdict(point)}

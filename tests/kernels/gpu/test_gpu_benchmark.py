@@ -8,9 +8,11 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
+import gpu
 import gpu_book
 import gpu_contenders
 import gpu_engines
@@ -99,6 +101,7 @@ def test_a_run_goes_on_behind_what_ended_its_process(tmp_path):
         f"""
 import os, pathlib, sys, time
 sys.path.append({str(pathlib.Path(gpu_book.__file__).parent)!r})
+import gpu
 import gpu_book
 if "--worker" not in sys.argv:
     sys.exit(gpu_book.run_worker([], time.time() + 100))
@@ -129,6 +132,17 @@ book.attempt({{"what": "last"}}, lambda: {{"seconds": float(nth)}}, 60)
     assert rows["hangs"]["error"] == rows["dies"]["error"] == gpu_book.TRYING
     assert rows["breaks"]["broken"] and rows["last"]["seconds"] == 3.0
     assert "HUNG for 0 s: what=hangs" in run.stdout
+
+
+def test_rows_are_measured_in_the_order_of_what_is_asked_for():
+    states = {"what": "states", "kind": "qwen3-next", "by": "xla"}
+    pieces = [(row, None) for row in ({"what": "decode", "kind": "int8"}, states, {"what": "prefill"})]
+    only = ["prefill.*ours", "kind=int"]
+    assert [row["what"] for row, _ in gpu.in_order(pieces, only)] == ["prefill", "decode", "states"]
+    assert gpu.in_order(pieces, []) == pieces
+    rows = [f"{row} by=ours" for row in ("prefill", "kind=int8", "states")]
+    assert [re.search(gpu.join(only), row) is not None for row in rows] == [True, True, False]
+    assert re.search(gpu.join([]), "anything")
 
 
 @jax.tree_util.register_static
