@@ -72,20 +72,20 @@ INPUT_AXES = {
 
 
 class TensorSlice(NamedTuple):
-    """The part of a tensor that a parameter is: the tensor's reshaped axes, and the part's index in it."""
+    """The slice of a tensor that a parameter is: the tensor's reshaped axes, and the index of the slice in them."""
 
     axes: tuple[int, ...]
     where: Any
 
 
 class Slot(NamedTuple):
-    """A parameter in a checkpoint: tensor name, shape, whether its last two axes are exchanged, and the part of the
-    tensor that the parameter is; None: all."""
+    """A parameter in a checkpoint: tensor name, shape, whether its last two axes are exchanged, and the slice of
+    the tensor that the parameter is; None: all."""
 
     name: str
     shape: tuple[int, ...]
     transposed: bool
-    part: TensorSlice | None = None
+    tensor_slice: TensorSlice | None = None
 
 
 def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_stacked: int) -> list[Slot]:
@@ -108,23 +108,23 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sta
     name = tensors[key] if key in tensors else PER_LAYER[key]
     if isinstance(name, Section):
         whole, axes, where = name.find(config, shape)
-        part = TensorSlice(axes, where)
-        return [Slot(f"model.layers.{i}.{name.name}", whole, name.transposed, part) for i in layers]
+        tensor_slice = TensorSlice(axes, where)
+        return [Slot(f"model.layers.{i}.{name.name}", whole, name.transposed, tensor_slice) for i in layers]
     if isinstance(name, AsStored):
         return [Slot(f"model.layers.{i}.{name.name}", shape, False) for i in layers]
     if isinstance(name, Columns):
         shape = (*shape[:-1], name.step * shape[-1])
-        part = TensorSlice(shape, np.s_[..., name.first :: name.step])
-        return [Slot(f"model.layers.{i}.{name.name}", shape, False, part) for i in layers]
+        tensor_slice = TensorSlice(shape, np.s_[..., name.first :: name.step])
+        return [Slot(f"model.layers.{i}.{name.name}", shape, False, tensor_slice) for i in layers]
     if isinstance(name, Rows):
-        return [_fused_slot(f"model.layers.{i}.{name.name}", key, name.parts, shape, config) for i in layers]
+        return [_fused_slot(f"model.layers.{i}.{name.name}", key, name.keys, shape, config) for i in layers]
     if config.latent is not None and key in ("attention.key_up", "attention.value_up"):  # both in one tensor
         (heads, _, rank), nope_dim = shape, config.latent.nope_dim
         rows = nope_dim + config.latent.value_dim
-        part = TensorSlice(
+        tensor_slice = TensorSlice(
             (heads, rows, rank), np.s_[:, :nope_dim] if key == "attention.key_up" else np.s_[:, nope_dim:]
         )
-        return [Slot(f"model.layers.{i}.{name}", (heads * rows, rank), False, part) for i in layers]
+        return [Slot(f"model.layers.{i}.{name}", (heads * rows, rank), False, tensor_slice) for i in layers]
     names = [name.format(expert) for expert in range(shape[0])] if "{}" in name else [name]
     own = shape[1:] if "{}" in name else shape
     if inputs := INPUT_AXES.get(key, 0):
@@ -143,11 +143,11 @@ def outer_name(config: DecoderConfig, key: str) -> str:
     return name
 
 
-def _fused_slot(name: str, key: str, parts: tuple[str, ...], shape: tuple[int, ...], config: DecoderConfig) -> Slot:
-    """Returns the slot of a parameter that is some rows of a tensor: `key`'s among those of `parts`."""
+def _fused_slot(name: str, key: str, fused: tuple[str, ...], shape: tuple[int, ...], config: DecoderConfig) -> Slot:
+    """Returns the slot of a parameter that is some rows of a tensor: `key`'s among those of `fused`."""
     query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     sizes = {"attention.query": query, "attention.key": key_value, "attention.value": key_value}
-    rows = [sizes.get(part.removesuffix("_bias"), config.mlp_dim) for part in parts]
-    first, size = sum(rows[: parts.index(key)]), rows[parts.index(key)]
+    rows = [sizes.get(other.removesuffix("_bias"), config.mlp_dim) for other in fused]
+    first, size = sum(rows[: fused.index(key)]), rows[fused.index(key)]
     whole = (sum(rows),) if key.endswith("_bias") else (sum(rows), shape[-1])
     return Slot(name, whole, False, TensorSlice(whole, np.s_[first : first + size]))

@@ -31,9 +31,9 @@ class Fields:
 
     def nest(self, fields: Any, where: str) -> "Fields":
         """Returns the fields of a nested config; fields accepted there are accepted here."""
-        part = Fields(fields, f"{where} in {self.where}")
-        part.passed = self.passed
-        return part
+        nested = Fields(fields, f"{where} in {self.where}")
+        nested.passed = self.passed
+        return nested
 
     def take(self, name: str, *default: Any) -> Any:
         if name not in self.left and not default:

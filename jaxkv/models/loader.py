@@ -103,13 +103,13 @@ def load(
 
         def read(index: Any) -> Any:
             views = (_view(tensors, slot, own).reshape(shape[front:])[index[front:]] for slot in slots)
-            parts = [view.astype(own, copy=False) for view in views]
-            x = parts[0] if len(parts) == 1 else np.stack(parts)  # no copy of what is alone
+            converted = [view.astype(own, copy=False) for view in views]
+            x = converted[0] if len(converted) == 1 else np.stack(converted)  # no copy of what is alone
             if (
                 on_cpu and not x.flags.writeable
             ):  # JAX may use it in place, and a mapped file changes when it is written
                 x = copy_aligned(x)
-            return x.reshape(*shape[:front], *parts[0].shape)
+            return x.reshape(*shape[:front], *converted[0].shape)
 
         if mesh is None:
             return to_device(read((slice(None),) * len(shape)))
@@ -139,9 +139,11 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
         slots = slots_of(path, param.shape, config, model.num_stacked)
         for slot, tensor in zip(slots, np.asarray(param[...]).reshape(len(slots), -1), strict=True):
             whole = tensors.setdefault(slot.name, np.empty(slot.shape, tensor.dtype))
-            part = whole if slot.part is None else whole.reshape(slot.part.axes)[slot.part.where]
-            part = np.swapaxes(part, -1, -2) if slot.transposed else part  # a view: it writes to the tensor
-            part[...] = tensor.reshape(part.shape)
+            view = (
+                whole if slot.tensor_slice is None else whole.reshape(slot.tensor_slice.axes)[slot.tensor_slice.where]
+            )
+            view = np.swapaxes(view, -1, -2) if slot.transposed else view  # a view: it writes to the tensor
+            view[...] = tensor.reshape(view.shape)
     safetensors.write(folder / "model.safetensors", tensors)
     fields = config_reader.render(config) | {"dtype": str(model.dtype)}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
@@ -183,7 +185,7 @@ def _view(tensors: dict[str, Any], slot: Slot, dtype: np.dtype) -> np.ndarray:
     is dequantized to `dtype`."""
     x = tensors[slot.name]
     x = x if isinstance(x, np.ndarray) else np.asarray(x, dtype)
-    x = x if slot.part is None else x.reshape(slot.part.axes)[slot.part.where]
+    x = x if slot.tensor_slice is None else x.reshape(slot.tensor_slice.axes)[slot.tensor_slice.where]
     return x.swapaxes(-1, -2) if slot.transposed else x
 
 

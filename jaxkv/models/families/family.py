@@ -26,10 +26,10 @@ class Columns(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A parameter that is some rows of a checkpoint's tensor, which holds those of all `parts` one after another."""
+    """A parameter that is some rows of a checkpoint's tensor, which holds those of all `keys` one after another."""
 
     name: str
-    parts: tuple[str, ...]
+    keys: tuple[str, ...]
 
 
 class AsStored(NamedTuple):
@@ -39,11 +39,11 @@ class AsStored(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A parameter that is a part of a checkpoint's tensor, of a shape that the config says.
+    """A parameter that is a slice of a checkpoint's tensor, of a shape that the config says.
 
     Fields:
-      find: returns the tensor's shape, and of the tensor in axes of another shape the index of the part.
-      transposed: whether the part's last two axes are exchanged.
+      find: returns the tensor's shape, and of the tensor in axes of another shape the index of the slice.
+      transposed: whether the slice's last two axes are exchanged.
     """
 
     name: str

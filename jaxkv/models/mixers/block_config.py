@@ -167,19 +167,19 @@ class SpaceConfig:
         return self.heads * self.head_dim
 
     @property
-    def parts(self) -> tuple[int, ...]:
+    def projection_sizes(self) -> tuple[int, ...]:
         """Channels of the projections to the gate, the inputs, what writes and reads states, and time steps."""
         states = self.groups * self.state_dim
         return self.channels, self.channels, states, states, self.heads
 
     def layer(self, dtype: Any = "float32") -> LayerConfig:
         """Returns what a cache keeps of a row: the last inputs of the convolution in `dtype`, and the state."""
-        conv = group_channels(sum(self.parts[1:4]), self.width - 1), dtype
+        conv = group_channels(sum(self.projection_sizes[1:4]), self.width - 1), dtype
         return LayerConfig.recurrent(conv=conv, state=((self.heads, self.head_dim, self.state_dim), "float32"))
 
     def shapes(self, width: int) -> Shapes:
         """Returns the shapes of the mixer's parameters in a residual stream of a width."""
-        convolved, every = sum(self.parts[1:4]), sum(self.parts)
+        convolved, every = sum(self.projection_sizes[1:4]), sum(self.projection_sizes)
         return {
             "project": (every, width), "project_bias": (every,) if self.bias else None,
             "conv": (convolved, self.width), "conv_bias": (convolved,) if self.conv_bias else None,

@@ -25,9 +25,9 @@ class SpaceMixer(MixerModule):
         mixer = self.mixer
         every = project("...e,ce->...c", scale(x, mixer.input_scale), self.project, self.project_bias)
         if any(scale != 1 for scale in mixer.part_scales):
-            scales = np.repeat(np.asarray(mixer.part_scales, np.float32), mixer.parts)
+            scales = np.repeat(np.asarray(mixer.part_scales, np.float32), mixer.projection_sizes)
             every = (every * jnp.expand_dims(scales, tuple(range(every.ndim - 1)))).astype(every.dtype)
-        gate, xbc, steps = jnp.split(every, [mixer.channels, sum(mixer.parts[:4])], axis=-1)
+        gate, xbc, steps = jnp.split(every, [mixer.channels, sum(mixer.projection_sizes[:4])], axis=-1)
         bias, skip, rates = (param[...].astype(jnp.float32) for param in (self.step_bias, self.skip, self.log_decay))
         steps = jax.nn.softplus(steps.astype(jnp.float32) + jnp.expand_dims(bias, tuple(range(steps.ndim - 1))))
         least, most = mixer.step_limits
@@ -37,7 +37,7 @@ class SpaceMixer(MixerModule):
     def attend(self, inputs: tuple, cache: Any, layer: Any, step: Step | None, _: bool = False) -> tuple[Any, Any]:
         (gate, xbc, steps, rates, skip, kernel, bias), mixer = inputs, self.mixer
         xbc, cache = convolve(xbc, kernel, bias, "silu", cache, layer, step)
-        x, b, c = jnp.split(xbc, np.cumsum(mixer.parts[1:3]), axis=-1)
+        x, b, c = jnp.split(xbc, np.cumsum(mixer.projection_sizes[1:3]), axis=-1)
         x = x.reshape(*x.shape[:-1], mixer.heads, mixer.head_dim)
         b, c = (y.reshape(*y.shape[:-1], mixer.groups, mixer.state_dim) for y in (b, c))
         if cache is None:

@@ -11,7 +11,7 @@ from jaxkv._core.config.validation import real
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, Fields
 from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
-from jaxkv.models.families.hybrid_parts import mamba_names, mixer_of, read_mamba, render_mamba
+from jaxkv.models.families.hybrid_common import mamba_names, mixer_of, read_mamba, render_mamba
 from jaxkv.models.mixers.block_config import BlockConfig
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 

@@ -10,7 +10,7 @@ from typing import Any
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.family import Family, half, make_experts, read_num_layers, render_common, transpose
-from jaxkv.models.families.hybrid_parts import (
+from jaxkv.models.families.hybrid_common import (
     half_rows,
     kinds_of,
     mamba_names,

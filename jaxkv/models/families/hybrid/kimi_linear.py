@@ -22,7 +22,7 @@ from jaxkv.models.families.family import (
     read_num_layers,
     render_common,
 )
-from jaxkv.models.families.hybrid_parts import delta_names, join_convs, kinds_of, mix, mixer_of, read_kinds
+from jaxkv.models.families.hybrid_common import delta_names, join_convs, kinds_of, mix, mixer_of, read_kinds
 from jaxkv.models.mixers.block_config import DeltaConfig
 from jaxkv.models.rope import Rope
 

@@ -9,7 +9,7 @@ from typing import Any
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, Fields
 from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
-from jaxkv.models.families.hybrid_parts import kinds_of, mix, mixer_of, read_kinds, whole_conv
+from jaxkv.models.families.hybrid_common import kinds_of, mix, mixer_of, read_kinds, whole_conv
 from jaxkv.models.mixers.block_config import ShortConvConfig
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 

@@ -11,7 +11,7 @@ from typing import Any
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, MOST_LAYERS, Fields
 from jaxkv.models.families.family import Family, make_experts, make_part, read_common, render_common
-from jaxkv.models.families.hybrid_parts import mamba_names, mixer_of
+from jaxkv.models.families.hybrid_common import mamba_names, mixer_of
 from jaxkv.models.mixers.block_config import BlockConfig, SpaceConfig
 from jaxkv.models.rope import Rope
 

@@ -9,7 +9,7 @@ from typing import Any
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, Fields
 from jaxkv.models.families.family import Family, read_num_layers, render_common
-from jaxkv.models.families.hybrid_parts import (
+from jaxkv.models.families.hybrid_common import (
     delta_names,
     every_fourth,
     join_convs,

@@ -14,7 +14,7 @@ from jaxkv.models.config_fields import MOST_HEADS, Fields
 from jaxkv.models.families.experts.qwen2_moe import TENSORS as EXPERTS
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.hybrid.qwen3_next import name_tensor, read_experts, read_qwen_next, render_qwen_next
-from jaxkv.models.families.hybrid_parts import GATED_ATTENTION, delta_names, qkv_sizes, rows
+from jaxkv.models.families.hybrid_common import GATED_ATTENTION, delta_names, qkv_sizes, rows
 from jaxkv.models.families.nested import make_nested
 
 TENSORS: dict[str, Any] = EXPERTS | GATED_ATTENTION | delta_names("linear_attn") | {
@@ -56,7 +56,7 @@ def _read(fields: Fields, **defaults: int) -> dict[str, Any]:
 
 def repack(tensors: dict[str, Any]) -> dict[str, Any]:
     """Returns the tensors of each expert for those that hold all of a layer, `[experts, outputs, inputs]`."""
-    return {part: x for name, tensor in tensors.items() for part, x in _split(name, tensor).items()}
+    return {own: x for name, tensor in tensors.items() for own, x in _split(name, tensor).items()}
 
 
 def _split(name: str, tensor: Any) -> dict[str, Any]:

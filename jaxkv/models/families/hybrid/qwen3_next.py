@@ -12,7 +12,7 @@ from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.experts.qwen2_moe import TENSORS as EXPERTS, render_experts
 from jaxkv.models.families.experts.qwen3_moe import read_expert_layers, render_expert_layers
 from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
-from jaxkv.models.families.hybrid_parts import (
+from jaxkv.models.families.hybrid_common import (
     GATED_ATTENTION,
     delta_names,
     every_fourth,

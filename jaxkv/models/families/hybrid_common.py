@@ -78,20 +78,20 @@ def mixer_of(config: DecoderConfig) -> Any:
 
 def rows(name: str, sizes: Callable[[Any], tuple[int, ...]], number: int, groups: Callable[[Any], int] | None = None,
          inner: int | None = None) -> Section:  # fmt: skip
-    """Returns a parameter of a mixer that is the `number`-th of the parts of `sizes` rows, of all or of each group.
+    """Returns a parameter of a mixer that is the `number`-th of the slices of `sizes` rows, of all or of each group.
 
     Args:
-      sizes: returns the rows of each part, given the mixer's config.
+      sizes: returns the rows of each slice, given the mixer's config.
       groups: returns the number of groups of rows.
       inner: size of a further axis in the checkpoint, behind the rows.
     """
 
     def find(config: DecoderConfig, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
         mixer = mixer_of(config)
-        count, parts = 1 if groups is None else groups(mixer), sizes(mixer)
-        start, rest = sum(parts[:number]), shape[1:]
-        whole = (count * sum(parts), *(() if inner is None else (inner,)), *rest)
-        return whole, (count, sum(parts), *rest), np.s_[:, start : start + parts[number]]
+        count, row_counts = 1 if groups is None else groups(mixer), sizes(mixer)
+        start, rest = sum(row_counts[:number]), shape[1:]
+        whole = (count * sum(row_counts), *(() if inner is None else (inner,)), *rest)
+        return whole, (count, sum(row_counts), *rest), np.s_[:, start : start + row_counts[number]]
 
     return Section(name, find)
 
