@@ -34,6 +34,23 @@ class StateBatch(NamedTuple):
         slots = self.slots if self.to_slots is None else self.to_slots
         return jnp.where((self.query_lens > 0) & (slots >= 0), slots, num_slots)
 
+    @property
+    def may_meet(self) -> bool:
+        """Whether a row may write a slot that another reads; else rows that have tokens have slots of their own."""
+        return self.to_slots is not None or self.snapshot_slots is not None
+
+    def reads(self, num_slots: int) -> jax.Array:
+        """Returns `i32[S]`, the slot that each row reads; -1: none."""
+        return jnp.where((self.query_lens > 0) & ~self.begins, jnp.clip(self.slots, 0, num_slots - 1), -1)
+
+    def writes(self, num_slots: int) -> jax.Array:
+        """Returns `i32[S, n]`, the slots that each row may write; -1: none."""
+        target = self.targets(num_slots)
+        found = jnp.where(target < num_slots, target, -1)[:, None]
+        if self.snapshot_slots is not None:
+            found = jnp.concatenate([found, self.snapshot_slots], axis=1)
+        return jnp.where((self.query_lens > 0)[:, None], found, -1)
+
     def snapshot_targets(self, number: jax.Array, taken: jax.Array, num_slots: int) -> jax.Array:
         """Returns the slots `i32[S, ...]` of each row's snapshots of a `number`, where `taken`; else past the end."""
         if self.snapshot_slots is None:
@@ -49,6 +66,45 @@ class StateBatch(NamedTuple):
         if len(token_axes) == 2:
             return self._replace(query_starts=jnp.arange(rows, dtype=jnp.int32) * token_axes[1])
         return self if self.query_starts is not None else self._replace(query_starts=default_offsets(self.query_lens))
+
+
+def find_meetings(reads: jax.Array, writes: jax.Array) -> jax.Array:
+    """Returns `bool[S, S]`, whether a row reads what another one, of the second axis, writes.
+
+    Args:
+      reads, writes: of `StateBatch`.
+    """
+    row = jnp.arange(reads.shape[0], dtype=jnp.int32)
+    earlier = row[None, :] < row[:, None]  # as a GPU's plan of turns has it: a launch less than to ask for other rows
+    meets = (reads[:, None, None] == writes[None]).any(axis=2)
+    return meets & (earlier | earlier.T) & (reads >= 0)[:, None]
+
+
+def share_rows(batch: StateBatch, least: int, num_slots: int) -> tuple[StateBatch, StateBatch, jax.Array]:
+    """Shares rows out to two kernels by their tokens of this step: in each one's batch the other's rows have none.
+
+    Run the rows of few tokens first. Rows are served in order, and a row may write what an earlier one reads: where one
+    of few tokens would write what one of many reads, all that write what others read go with the rows of many.
+
+    Args:
+      batch: packed, or flattened.
+      least: how many tokens are many.
+
+    Returns:
+      The batch of the rows of few tokens, that of the rows of many, and which rows these are, `bool[S]`.
+    """
+    is_many = batch.query_lens >= least
+    if batch.may_meet:
+        meets = find_meetings(batch.reads(num_slots), batch.writes(num_slots))
+        too_early = (meets & is_many[:, None] & ~is_many[None, :]).any()
+        is_many |= meets.any(axis=0) & too_early
+    few, many = (batch._replace(query_lens=jnp.where(own, batch.query_lens, 0)) for own in (~is_many, is_many))
+    return few, many, is_many
+
+
+def merge_rows(few: jax.Array, many: jax.Array, is_many: jax.Array, row: jax.Array) -> jax.Array:
+    """Returns outputs `[.., H, V]` that come from two kernels; the tokens' rows, `i32[..]`, say which from where."""
+    return jnp.where(expand(is_many[row], many.ndim), many, few)
 
 
 class MixerForm(NamedTuple):

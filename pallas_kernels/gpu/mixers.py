@@ -2,7 +2,8 @@
 
 It takes a row's tokens one after another, whether one or thousands: see `recurrence.tokens`. Of state spaces
 `recurrence.space_chunks` takes many at once, and `recurrence.delta_chunks` of delta rules with a gate a head, behind
-another kernel, `recurrence.delta_pairs`. Convolutions are XLA's.
+another kernel, `recurrence.delta_pairs`: of rows of many tokens, when the first kernel has run the others. Convolutions
+are XLA's.
 """
 
 import functools
@@ -12,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding
+from pallas_kernels.common.ragged_layout import locate
+from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding, merge_rows, share_rows
 from pallas_kernels.gpu.recurrence.chunk_steps import CHUNK, MOST_KEYS as MOST_CHUNKED_KEYS, PIECE, WIDTH
 from pallas_kernels.gpu.recurrence.delta_chunks import run_delta_chunks
 from pallas_kernels.gpu.recurrence.rows import plan_rows
@@ -23,7 +25,7 @@ from pallas_kernels.gpu.tiles import InterpretParams, varies
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MOST_KEYS = 256  # of a head: a thread's registers hold no more of a state
-LEAST_CHUNKED = 16  # tokens of a row, as if all rows had as many
+LEAST_CHUNKED = 16  # tokens of a row
 VALUES = 64  # of a delta rule's head in a thread block
 
 
@@ -145,8 +147,8 @@ def values_at_once(values: int, keys: int) -> int:
     return next((n for n in (64, 32, 16) if not values % n and n * keys <= ELEMENTS), 16)
 
 
-def can_chunk(tokens: dict[str, jax.Array], states: jax.Array, every: int | None, tokens_of_a_row: int) -> bool:
-    """Tells whether a step is one of chunks: of many tokens, whose inputs have 16 bits, and a gate a head."""
+def can_chunk(tokens: dict[str, jax.Array], states: jax.Array, every: int | None, most_tokens: int) -> bool:
+    """Tells whether a step may have chunks: rows of many tokens, whose inputs have 16 bits, and a gate a head."""
     is_delta = "beta" in tokens
     if any(tokens[name].dtype != jnp.bfloat16 for name in (("q", "k", "v") if is_delta else ("x", "B", "C"))):
         return False
@@ -155,7 +157,7 @@ def can_chunk(tokens: dict[str, jax.Array], states: jax.Array, every: int | None
     keys, values, _ = _sizes("gated_delta_rule" if is_delta else "state_space", states)
     if values % WIDTH or keys % PIECE or keys > MOST_CHUNKED_KEYS:
         return False
-    return tokens_of_a_row >= LEAST_CHUNKED and (every is None or not every % CHUNK)
+    return most_tokens >= LEAST_CHUNKED and (every is None or not every % CHUNK)
 
 
 def _run(
@@ -174,11 +176,22 @@ def _run(
     every, flat_batch = batch.every, batch.flatten(token_axes)
     flat = {name: x.reshape(-1, *x.shape[len(token_axes) :]) for name, x in tokens.items()}
     out = jax.ShapeDtypeStruct((flat["v" if "v" in flat else "x"].shape), values.dtype)
-    rows = plan_rows(flat_batch, states.shape[0], out.shape[0])
-    arguments = (flat | fixed, out, states, rows, batch.snapshot_slots, every)
-    if can_chunk(flat, states, every, out.shape[0] // batch.slots.shape[0]):
-        run_chunks = run_delta_chunks if recurrence.name == "gated_delta_rule" else run_space_chunks
-        y, states = run_chunks(*arguments, interpret=interpret)
+    num_slots, most_tokens = states.shape[0], token_axes[-1]
+
+    def run(kernel, states, batch, **options):
+        rows = plan_rows(batch, num_slots, out.shape[0])
+        return kernel(flat | fixed, out, states, rows, batch.snapshot_slots, every, interpret=interpret, **options)
+
+    run_tokens = functools.partial(run, functools.partial(update_states, recurrence), most_tokens=most_tokens)
+    run_chunks = functools.partial(run, run_delta_chunks if recurrence.name == "gated_delta_rule" else run_space_chunks)
+    if not can_chunk(flat, states, every, most_tokens):
+        y, states = run_tokens(states, flat_batch)
+    elif batch.slots.shape[0] == 1:
+        y, states = run_chunks(states, flat_batch)
     else:
-        y, states = update_states(recurrence, *arguments, most_tokens=token_axes[-1], interpret=interpret)
+        few, many, is_many = share_rows(flat_batch, LEAST_CHUNKED, num_slots)
+        of_few, states = run_tokens(states, few)
+        y, states = run_chunks(states, many)
+        row = locate(token_axes, batch.kv_lens, batch.query_lens, batch.query_starts).row
+        y = merge_rows(of_few, y, is_many, row.reshape(-1))
     return hide_padding(y.reshape(values.shape), values, batch), states

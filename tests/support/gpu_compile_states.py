@@ -120,6 +120,7 @@ JOBS = {
     "qwen3-next-chunks": lambda: delta((32, 16), **PROMPTS),
     "qwen3-next-chunks-16-bits": lambda: delta((32, 16), stored=jnp.bfloat16, snapshots=8, every=64, **PROMPTS),
     "delta-64-chunks": lambda: delta((8, 8), keys=64, values=64, stored=jnp.bfloat16, **PROMPTS),
+    "qwen3-next-mixed": lambda: delta((32, 16), axes=(256,), snapshots=4, every=64),
     "nemotron-h-prompts": lambda: space((128, 8), **PROMPTS),
     "granite-4-prompts": lambda: space((48, 1), stored=jnp.bfloat16, **PROMPTS),
     "falcon-h1-prompts": lambda: space((32, 1), keys=256, **PROMPTS),

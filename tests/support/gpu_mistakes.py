@@ -12,10 +12,11 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from planting import Plant, Sources, plant_in_copy
 
-from pallas_kernels import gpu
+from pallas_kernels import common, gpu
 
 NAME = gpu.__name__
 SOURCES = Sources(pathlib.Path(gpu.__file__).parent, NAME)
+SOURCES.files |= Sources(pathlib.Path(common.__file__).parent, common.__name__).files
 # How a trial may end in which something is read before it is there.
 UNSYNCHRONISED = {"race", "wrong", "barrier"}
 unless_on_a_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="a known-bad kernel may hang a GPU")

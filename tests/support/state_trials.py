@@ -8,7 +8,8 @@ import numpy as np
 
 from pallas_kernels import gpu, reference_mixers
 from pallas_kernels.common.ragged_layout import locate
-from pallas_kernels.common.state_batch import StateBatch
+from pallas_kernels.common.state_batch import StateBatch, share_rows
+from pallas_kernels.gpu.mixers import LEAST_CHUNKED
 from pallas_kernels.gpu.recurrence.rows import NEXT, TURNS
 
 SLOTS = 12
@@ -86,6 +87,7 @@ class Trial:
     def check(self, interpret, seed=0) -> None:
         """Raises AssertionError unless outputs and states are the reference's, and other slots untouched."""
         self.check_turns()
+        self.check_turns(LEAST_CHUNKED)
         arrays, batch = self.arrays(seed), self.batch()
         name = "state_space" if self.mixer == "space" else "gated_delta_rule"
         arrays |= {} if self.mixer == "space" else {"scale": 0.3}
@@ -99,24 +101,32 @@ class Trial:
         np.testing.assert_allclose(states, expected, rtol=loss, atol=loss)  # NaN equals NaN
         assert not np.isnan(states[list(self.written())]).any()
 
-    def check_turns(self) -> None:
+    def check_turns(self, least: int | None = None) -> None:
         """Raises AssertionError unless every row with tokens has one turn, and rows of which one writes a slot that
-        others read have them one after another in one thread block, readers first. The interpreter runs thread blocks
-        one by one, and sees no race between them."""
+        others read have them one after another in one thread block, readers first, or in a kernel after the readers'.
+        The interpreter runs thread blocks one by one, and sees no race between them.
+
+        Args:
+          least: the tokens with which a row goes to a second kernel; None: there is one.
+        """
         batch = self.batch().flatten(self.axes)
-        rows = np.asarray(gpu.mixers.plan_rows(batch, SLOTS, int(np.prod(self.axes))))
+        batches = (batch,) if least is None else share_rows(batch, least, SLOTS)[:2]
         taken, block = [], {}
-        for first in range(len(rows)):
-            row = first
-            for _ in range(rows[first, TURNS]):
-                taken.append(row)
-                block[row], row = first, rows[row, NEXT]
+        for number, own in enumerate(batches):
+            rows = np.asarray(gpu.mixers.plan_rows(own, SLOTS, int(np.prod(self.axes))))
+            for first in range(len(rows)):
+                row = first
+                for _ in range(rows[first, TURNS]):
+                    taken.append(row)
+                    block[row], row = (number, first), rows[row, NEXT]
         assert sorted(taken) == [row for row, new in enumerate(self.new) if new]
         to, snapshots = self.to_slots or self.slots, self.snapshots or ((),) * len(self.new)
         for reader in (row for row in taken if self.lengths[row] > self.new[row]):
             for writer in set(taken) - {reader}:
                 if self.slots[reader] in (to[writer], *snapshots[writer]):
-                    assert block[reader] == block[writer] and taken.index(reader) < taken.index(writer)
+                    (kernel, first), (later, other) = block[reader], block[writer]
+                    assert kernel < later or (kernel, first) == (later, other)
+                    assert taken.index(reader) < taken.index(writer)
 
     def written(self) -> set[int]:
         to = self.slots if self.to_slots is None else self.to_slots
@@ -187,6 +197,33 @@ TRIALS = {
         lengths=(80, 30, 40), new=(20, 18, 16), slots=(4, 4, 6), to_slots=(8, 4, -1),
         **CHUNKS | dict(skip=0, stored="bfloat16", heads=(1, 1)),
     ),
+    # A kernel of few tokens beside that of chunks: a row that goes on with one, one of the most and one of the least.
+    "few beside many": Trial(
+        lengths=(5, 80, 4, 15), new=(1, 16, 0, 15), slots=(4, 2, 3, 7), gap=1, **DELTA_CHUNKS | dict(sizes=(64, 64)),
+    ),
+    # Row 1 of many tokens writes what 0 of few reads, which can stay where it is.
+    "few beside many, shared slots": Trial(
+        lengths=(5, 80, 4), new=(1, 17, 1), slots=(4, 4, 7), to_slots=(8, 4, 7),
+        **CHUNKS | dict(sizes=(64, 64), heads=(1, 1), skip=0),
+    ),
+    # Row 2 of few tokens writes what 1 of many reads, and 3 what 2 does; 0 reads what 1 writes.
+    "few beside many, a chain": Trial(
+        lengths=(5, 80, 9, 3), new=(1, 16, 2, 1), slots=(5, 6, 3, 2), to_slots=(9, 5, 6, 3),
+        **CHUNKS | dict(sizes=(64, 64), heads=(1, 1), skip=0),
+    ),
+    "few beside many, a snapshot in a slot that was read": Trial(
+        lengths=(80, 64), new=(20, 1), slots=(4, 6), to_slots=(5, 6), every=64, snapshots=((-1,), (4,)), gap=0,
+        **DELTA_CHUNKS | dict(sizes=(64, 64), heads=(1, 1)),
+    ),
+}  # fmt: skip
+COUNTS = (0, 1, 15, 16, 17, 63, 64, 65, 200)
+TRIALS |= {
+    f"{mixer}, rows of {'all' if gap else 'many'} counts": Trial(
+        lengths=tuple(n + i % 3 * 30 for i, n in enumerate(new)), new=new, slots=tuple(range(len(new))), gap=gap,
+        every=64, snapshots=((9, 10), *[(-1, -1)] * (len(new) - 2), (-1, 11)), **CHUNKS | dict(mixer=mixer),
+    )
+    for mixer in ("delta", "space")
+    for new, gap in ((COUNTS, 1), ((1, 65, 3, 16), None))
 }  # fmt: skip
 
 

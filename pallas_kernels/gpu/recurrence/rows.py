@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.state_batch import StateBatch
+from pallas_kernels.common.state_batch import StateBatch, find_meetings
 
 CHUNK = 64  # tokens
 # The columns of `plan_rows`.
@@ -26,16 +26,13 @@ def plan_rows(batch: StateBatch, num_slots: int, num_tokens: int) -> jax.Array:
     assert batch.query_starts is not None
     begin = jnp.clip(batch.query_starts, 0, num_tokens)
     count = jnp.clip(batch.query_lens, 0, num_tokens - begin)
+    batch = batch._replace(kv_lens=batch.starts + count, query_lens=count)
     written = batch.targets(num_slots)
     target = jnp.where(written < num_slots, written, -1)
     source = jnp.clip(batch.slots, 0, num_slots - 1)
     turns, following = (count > 0).astype(jnp.int32), jnp.zeros_like(count)
-    if batch.to_slots is not None or batch.snapshot_slots is not None:
-        writes = target[:, None]
-        if batch.snapshot_slots is not None:
-            writes = jnp.concatenate([writes, batch.snapshot_slots], axis=1)
-        read = jnp.where((count > 0) & ~batch.begins, source, -1)
-        turns, following = plan_turns(read, jnp.where((count > 0)[:, None], writes, -1), turns)
+    if batch.may_meet:
+        turns, following = plan_turns(batch.reads(num_slots), batch.writes(num_slots), turns)
     columns = (source, target, begin, count, batch.begins, batch.starts, turns, following)
     return jnp.stack([x.astype(jnp.int32) for x in columns], axis=1)
 
@@ -51,8 +48,7 @@ def plan_turns(read: jax.Array, writes: jax.Array, turns: jax.Array) -> tuple[ja
     count, largest = read.shape[0], jnp.iinfo(jnp.int32).max
     row = jnp.arange(count, dtype=jnp.int32)
     earlier = row[None, :] < row[:, None]
-    # [reader, writer]: of which slot they must agree; -1: of none.
-    meets = (read[:, None, None] == writes[None]).any(axis=2) & (earlier | earlier.T) & (read >= 0)[:, None]
+    meets = find_meetings(read, writes)  # [reader, writer]: of which slot they must agree; -1: of none
     slot = jnp.where(meets, read[:, None], -1)
     most = jnp.maximum(slot.max(axis=1), slot.max(axis=0))
     slot = jnp.where(meets, read[:, None], largest)

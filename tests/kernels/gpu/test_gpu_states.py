@@ -13,7 +13,7 @@ from state_trials import TRIALS, draw_trial
 
 import pallas_kernels
 
-BY_DAY = ("space", "tokens", "shared slots", "chunks of one row", "delta, chunks of one row")
+BY_DAY = ("space", "tokens", "shared slots", "chunks of one row", "delta, chunks of one row", "few beside many")
 
 
 @pytest.mark.parametrize("name", TRIALS if NIGHTLY else BY_DAY)
@@ -36,6 +36,7 @@ def test_each_row_has_its_turn_once():
     """... and in order, whoever reads what another writes."""
     for seed in range(20):
         draw_trial(seed).check_turns()
+        draw_trial(seed, chunks=True).check_turns(16)
 
 
 UNSYNCHRONISED = {"race", "wrong", "barrier"}
@@ -54,7 +55,7 @@ MISTAKES = {
     ),
     "rows that share a slot at once": (
         "shared slots", {"wrong"},
-        Plant("plan_rows", "batch.to_slots is not None or batch.snapshot_slots is not None", "False"),
+        Plant("plan_rows", "batch.may_meet", "False"),
     ),
     "the last of a queue first": (
         "shared slots", {"wrong", "race"},
@@ -66,7 +67,7 @@ MISTAKES = {
     ),
     "snapshots in nobody's way": (
         "a snapshot in a slot that was read", {"wrong"},
-        Plant("plan_rows", "jnp.concatenate([writes, batch.snapshot_slots], axis=1)", "writes"),
+        Plant("plan_rows", "batch.writes(num_slots)", "batch.writes(num_slots)[:, :1]"),
     ),
     "a snapshot a token late": (
         "tokens", {"wrong", "race"}, Plant("update_states", "after = position + i + 1", "after = position + i")
@@ -196,6 +197,33 @@ MISTAKES = {
     "delta chunks: another head's keys among tokens": (
         "delta, chunks", {"wrong", "buffer has shape"},
         Plant("relate_tokens", "key_head = lax.div(head, jnp.int32(shared))", "key_head = head"),
+    ),
+    "few beside many: written before it is read": (
+        "few beside many, a chain", {"wrong"}, Plant("share_rows", "batch.may_meet", "False")
+    ),
+    "few beside many: a chain's second link alone": (
+        "few beside many, a chain", {"wrong"},
+        Plant("share_rows", "meets.any(axis=0)", "(meets & is_many[:, None]).any(axis=0)"),
+    ),
+    "few beside many: who reads goes with many": (
+        "few beside many, a chain", {"wrong"}, Plant("share_rows", "meets.any(axis=0)", "meets.any(axis=1)")
+    ),
+    "few beside many: many first": (
+        "few beside many, shared slots", {"wrong"},
+        Plant(
+            "mixers:_run", "of_few, states = run_tokens(states, few)\ny, states = run_chunks(states, many)",
+            "y, states = run_chunks(states, many)\nof_few, states = run_tokens(states, few)",
+        ),
+    ),
+    "few beside many: snapshots in nobody's way": (
+        "few beside many, a snapshot in a slot that was read", {"wrong"},
+        Plant("share_rows", "batch.writes(num_slots)", "batch.writes(num_slots)[:, :1]"),
+    ),
+    "few beside many: all in both kernels": (
+        "few beside many", {"wrong"}, Plant("share_rows", "(~is_many, is_many)", "(is_many | True, is_many)")
+    ),
+    "few beside many: outputs of few from chunks": (
+        "few beside many", {"wrong"}, Plant("merge_rows", "is_many[row]", "is_many[row] | True")
     ),
     "padding not hidden": (
         "tokens", {"wrong"},
