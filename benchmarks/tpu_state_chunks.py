@@ -3,6 +3,7 @@
     JAXKV_COMPILE_SITE=.venv/compile python benchmarks/tpu_state_chunks.py [chip ...] [--peer FOLDER]
 
 One row of 128 and of 256 tokens with Qwen3-Next's heads: what a further chunk of 64 costs is half of the difference.
+A mixed step of 256 tokens: 31 rows of one each, and a prompt, all of them in chunks or shared out as they are.
 With the folder of the tpu-inference repository its kernel runs in the same model, see `tpu_states_peer.py`: over two
 and four rows of one chunk each, and in decode over 32 rows.
 """
@@ -24,6 +25,7 @@ from tpu_works import Scalars, one_chip
 
 from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.tpu import mixers
+from pallas_kernels.tpu.recurrence.state_decode import StateItems
 from pallas_kernels.tpu.recurrence.state_prefill import CHUNK, ChunkScalars
 
 HEADS = FAMILIES["Qwen3-Next"][1:]  # of keys, of values, and their widths
@@ -31,34 +33,54 @@ DTYPES = ("bfloat16", "float32")  # of values
 PEER = "fused_conv1d_gdn"
 
 
-def replace_scalars(chunks: int) -> None:
-    """From here on a step has so many chunks, all of one row, which has a state."""
-    pallas_call, last = pl.pallas_call, chunks - 1
+FORMS = ("all in chunks", "shared out")  # of a mixed step
+
+
+def replace_scalars(chunks: int, alone: int = 0, decoded: int = 0) -> None:
+    """From here on a step has so many chunks, all of one row, which has a state.
+
+    Args:
+      alone: chunks before them that are rows of one chunk each.
+      decoded: rows that decode.
+    """
+    pallas_call, last = pl.pallas_call, alone + chunks - 1
+    slots, none = Scalars(lambda i: i + 1), Scalars(lambda i: jnp.where(i == 9999, 1, -1))
     scalars = ChunkScalars(
-        Scalars(lambda i: jnp.where(i == 0, 1, -2)), Scalars(lambda i: jnp.where(i == last, 1, -2)),
-        Scalars(lambda i: jnp.where(i == 9999, 1, -1)), Scalars(lambda _: chunks),
+        Scalars(lambda i: jnp.where(i <= alone, i + 1, -2)),
+        Scalars(lambda i: jnp.where((i < alone) | (i == last), i + 1, -2)),
+        none, Scalars(lambda _: last + 1),
     )  # fmt: skip
+    items = StateItems(
+        Scalars(lambda i: i), slots, slots, none, Scalars(lambda i: i * decoded), Scalars(lambda _: decoded)
+    )
 
-    def tell(spec: pl.BlockSpec) -> pl.BlockSpec:
-        place = spec.index_map
-        return spec if place is None else pl.BlockSpec(spec.block_shape, lambda *at: place(*at[:-1], scalars))
+    def call(body, *arguments, grid_spec, name, **options):
+        told = scalars if name == "state_prefill" else items
 
-    def call(body, *arguments, grid_spec, **options):
+        def tell(spec: pl.BlockSpec) -> pl.BlockSpec:
+            place = spec.index_map
+            return spec if place is None else pl.BlockSpec(spec.block_shape, lambda *at: place(*at[:-1], told))
+
         for side in ("in_specs", "out_specs"):
             specs = getattr(grid_spec, side)
             setattr(grid_spec, side, jax.tree.map(tell, specs, is_leaf=lambda x: isinstance(x, pl.BlockSpec)))
-        return pallas_call(lambda _, *refs: body(scalars, *refs), *arguments, grid_spec=grid_spec, **options)
+        return pallas_call(lambda _, *refs: body(told, *refs), *arguments, grid_spec=grid_spec, name=name, **options)
 
     pl.pallas_call = call
 
 
-def compile_chunks(array: Callable[..., Any], tokens: int, dtype: str) -> None:
-    """Compiles a step of one layer and one row."""
-    replace_scalars(tokens // CHUNK)
+def compile_chunks(array: Callable[..., Any], tokens: int, dtype: str, form: str = "") -> None:
+    """Compiles a step of one layer and one row, or a mixed one in one of its forms."""
+    rows = ROWS if form else 1
+    if form == FORMS[0]:
+        mixers._share = lambda decode, prefill, tokens, axes, states, batch: prefill(tokens, states, batch)
+        replace_scalars(-(-(tokens - rows + 1) // CHUNK), rows - 1)
+    else:
+        replace_scalars(-(-(tokens - rows + 1) // CHUNK), decoded=rows - 1)
     few, heads, width, value_width = HEADS
     keys, gates = array(tokens, few, width), array(tokens, heads)
     arrays = dict(q=keys, k=keys, v=array(tokens, heads, value_width, dtype=dtype), g=gates, beta=gates, scale=array())
-    states, row = array(4 * ROWS + 1, heads, width, value_width), array(1, dtype="int32")
+    states, row = array(4 * ROWS + 1, heads, width, value_width), array(rows, dtype="int32")
 
     def program(states, arrays, row):
         return mixers.gated_delta_rule(**arrays, states=states, batch=StateBatch(row, row, row, row, row))
@@ -66,14 +88,14 @@ def compile_chunks(array: Callable[..., Any], tokens: int, dtype: str) -> None:
     jax.jit(program, donate_argnums=0).lower(states, arrays, row).compile()
 
 
-def compile_step(chip: str, tokens: int, dtype: str, folder: str = "", rows: int = 1) -> None:
+def compile_step(chip: str, tokens: int, dtype: str, folder: str = "", rows: int = 1, form: str = "") -> None:
     """Compiles ours, or with a folder tpu-inference's, for a chip that is not there."""
     mesh, array = one_chip(chip)
     with jax.set_mesh(mesh):
         if folder:
             tpu_states_peer.compile_peer(folder, chip, array, rows, tokens, HEADS)
         else:
-            compile_chunks(array, tokens, dtype)
+            compile_chunks(array, tokens, dtype, form)
 
 
 def measure(chip: str, kernel: str, *arguments: Any) -> tuple[int, int]:
@@ -85,6 +107,16 @@ def measure(chip: str, kernel: str, *arguments: Any) -> tuple[int, int]:
         raise RuntimeError(f"The compiler made no profile: {made.error}")
     ((cycles, _, _),) = made.kernels.values()
     return cycles, sum(made.cycles.values())
+
+
+def measure_mixed(chip: str, form: str) -> tuple[int, int]:
+    """Returns the cycles of all kernels of a mixed step, and of all operations."""
+    from tpu_cycles import profile
+
+    made = profile(chip, "state_", 8 * ROWS, DTYPES[0], form, script=pathlib.Path(__file__))
+    if len(made.kernels) != 1 + FORMS.index(form):
+        raise RuntimeError(f"The compiler made no profile: {made.error}")
+    return sum(cycles for cycles, _, _ in made.kernels.values()), sum(made.cycles.values())
 
 
 def main() -> None:
@@ -104,6 +136,10 @@ def main() -> None:
             rows.append({"chip": chip, "kernel": name, "two chunks": cycles, "layer": layer})
             rows[-1]["a further chunk"] = (more - cycles) // 2
             print(json.dumps(rows[-1]), flush=True)
+        for form in FORMS:
+            cycles, layer = measure_mixed(chip, form)
+            rows.append({"chip": chip, "kernel": f"a mixed step, {form}", "cycles": cycles, "layer": layer})
+            print(json.dumps(rows[-1]), flush=True)
         if given.peer:
             decode = measure(chip, PEER, 1, "", given.peer, ROWS)[0]
             rows.append({"chip": chip, "kernel": f"tpu-inference, decode of {ROWS} rows", "cycles": decode})
@@ -115,7 +151,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 3 and sys.argv[2].isdigit():
-        chip, tokens, dtype, *peer = sys.argv[1:]
-        compile_step(chip, int(tokens), dtype, *peer[:1], *map(int, peer[1:]))
+        chip, tokens, dtype, *others = sys.argv[1:]
+        form, peer = (others[0], []) if others and others[0] in FORMS else ("", others)
+        compile_step(chip, int(tokens), dtype, *peer[:1], *map(int, peer[1:]), form=form)
     else:
         main()

@@ -1,6 +1,8 @@
 """Mixers as TPU kernels: see `pallas_kernels/api/mixer_dispatch.py`."""
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.channel_groups import SUBLANES, has_channel_tiles
 from pallas_kernels.common.ragged_layout import locate
-from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding
+from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding, merge_rows, share_rows
 from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, sublanes, vector_bytes
 from pallas_kernels.tpu.recurrence.state_decode import (
     StateTokens,
@@ -127,10 +129,17 @@ def gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes [`pallas_kernels.gated_delta_rule`][]."""
     if v.ndim == 3 or v.shape[1] > 1:
-        g = jnp.maximum(g.astype(jnp.float32), LEAST_GATE)
-        return _prefill(
-            (q.astype(jnp.float32) * scale, k), v, [g, beta], states, batch, v.dtype, _is_wide(v), interpret
-        )
+
+        def decode(tokens, states, batch):
+            return gated_delta_rule(**tokens, scale=scale, states=states, batch=batch, interpret=interpret)
+
+        def prefill(tokens, states, batch):
+            q, k, v, g, beta = tokens.values()
+            g = jnp.maximum(g.astype(jnp.float32), LEAST_GATE)
+            keys = q.astype(jnp.float32) * scale, k
+            return _prefill(keys, v, [g, beta], states, batch, v.dtype, _is_wide(v), interpret)
+
+        return _share(decode, prefill, dict(q=q, k=k, v=v, g=g, beta=beta), v.shape[:-2], states, batch)
     groups = states.shape[1] // heads_of_item(states)
     q = q.astype(jnp.float32) * scale
     g = jnp.maximum(g.astype(jnp.float32), LEAST_GATE)
@@ -156,19 +165,32 @@ def state_space(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes [`pallas_kernels.state_space`][]."""
-    dt = dt.astype(jnp.float32)
-    gates = jnp.maximum(dt * jnp.expand_dims(A.astype(jnp.float32), tuple(range(dt.ndim - 1))), LEAST_GATE)
     if x.ndim == 3 or x.shape[1] > 1:
-        values = x.astype(jnp.float32) * dt[..., None]
-        y, states = _prefill((C, B), values, [gates], states, batch, jnp.float32, _is_wide(x), interpret)
-        return hide_padding(_skip(y, x, D), x, batch), states
+
+        def decode(tokens, states, batch):
+            return state_space(**tokens, A=A, D=D, states=states, batch=batch, interpret=interpret)
+
+        def prefill(tokens, states, batch):
+            x, dt, B, C = tokens.values()
+            dt = dt.astype(jnp.float32)
+            values = x.astype(jnp.float32) * dt[..., None]
+            y, states = _prefill((C, B), values, [_gates(dt, A)], states, batch, jnp.float32, _is_wide(x), interpret)
+            return hide_padding(_skip(y, x, D), x, batch), states
+
+        return _share(decode, prefill, dict(x=x, dt=dt, B=B, C=C), x.shape[:-2], states, batch)
+    dt = dt.astype(jnp.float32)
     groups = states.shape[1] // heads_of_item(states)
-    numbers = _stack([gates, dt], groups)
+    numbers = _stack([_gates(dt, A), dt], groups)
     tokens = StateTokens((*(_group(array, groups) for array in (x, B, C)), numbers))
     shared = tokens.arrays[1].shape[2]
     out = shared, states.shape[1] // groups // shared * x.shape[-1]
     y, states = decode_states(update_space, tokens, states, batch, out, jnp.float32, interpret=interpret)
     return hide_padding(_skip(y.reshape(x.shape), x, D), x, batch), states
+
+
+def _gates(dt: jax.Array, A: jax.Array) -> jax.Array:
+    """Returns logarithms of a state space's gates `[.., H]`."""
+    return jnp.maximum(dt * jnp.expand_dims(A.astype(jnp.float32), tuple(range(dt.ndim - 1))), LEAST_GATE)
 
 
 def _skip(y: jax.Array, x: jax.Array, D: jax.Array | None) -> jax.Array:
@@ -182,6 +204,33 @@ def _skip(y: jax.Array, x: jax.Array, D: jax.Array | None) -> jax.Array:
 def _is_wide(values: Any) -> bool:
     """Returns whether values have more digits than a product of 16 bits keeps."""
     return values.dtype == jnp.float32
+
+
+def _share(
+    decode: Callable[..., Any],
+    prefill: Callable[..., Any],
+    tokens: dict[str, jax.Array],
+    axes: tuple[int, ...],
+    states: jax.Array,
+    batch: StateBatch,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns outputs and the pool of a step of which rows of one token are decoded, and others prefilled.
+
+    Args:
+      decode, prefill: `(tokens, states, batch) -> (y, states)`, of tokens `[S, 1, ...]`, and of others.
+      tokens: arrays, with the token axes `axes` first.
+    """
+    flat = batch.flatten(axes)
+    if batch.slots.shape[0] == 1:
+        return prefill(tokens, states, batch)
+    assert flat.query_starts is not None
+    few, many, is_many = share_rows(flat, 2, states.shape[0])
+    starts = jnp.clip(flat.query_starts, 0, math.prod(axes) - 1)
+    first = {name: x.reshape(-1, *x.shape[len(axes) :])[starts][:, None] for name, x in tokens.items()}
+    of_few, states = decode(first, states, few)
+    y, states = prefill(tokens, states, many)
+    row = locate(axes, batch.kv_lens, batch.query_lens, batch.query_starts).row
+    return hide_padding(merge_rows(of_few[row, 0], y, is_many, row), y, batch), states
 
 
 def _prefill(

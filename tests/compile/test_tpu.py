@@ -80,12 +80,14 @@ def check_memory(kernels):
 )
 @pytest.mark.timeout(1100, method="thread")
 def test_states_stay_where_they_lie(programs):
-    """A kernel a layer, chosen by the platform; no pool is copied or moved, over four chips' heads neither."""
+    """A kernel a layer, chosen by the platform, of many tokens two; no pool is copied or moved, over four chips' heads
+    neither."""
     for program in compile_for(*programs, script="tpu_state_programs.py", timeout=1000):
-        assert program["kernels"] == 2, program
+        assert program["kernels"] == (4 if program["tokens"] else 2), program
         assert program["alias"] == program["pool"], program
-        # Of many tokens XLA cuts up to 68 chunks, with a line of 128 numbers for each 64: 111 MB of Falcon-H1.
-        assert program["temp"] < min(2**23 if program["used"] else 2**27, program["pool"] / 4), program
+        # Of many tokens XLA cuts up to 68 chunks, with a line of 128 numbers for each 64: 219 MB of Falcon-H1.
+        limit = (2**28, program["pool"] / 3) if program["tokens"] else (2**23, program["pool"] / 4)
+        assert program["temp"] < min(limit), program
         assert not program["pool copies"] and not program["in vector memory"] and not program["collectives"], program
         if program["model"]:  # of decode
             assert program["used"] and max(program["used"]) <= program["model"] <= program["limit"], program

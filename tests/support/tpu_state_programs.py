@@ -90,8 +90,9 @@ def program(mesh, family, rows=ROWS, tokens=None):
     inner = f"{heads // chips},{widths[0]}", *[f"{widths[0]},{heads // chips}"] * (kind == "conv")
     shape = rf"\[{pool.shape[0]},({'|'.join(inner)}),{widths[1]}\]"
     return {
-        "name": family, "pool": 2 * pool.size * pool.dtype.itemsize // chips, "alias": memory.alias_size_in_bytes,
-        "temp": memory.temp_size_in_bytes, "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "name": family, "tokens": tokens, "pool": 2 * pool.size * pool.dtype.itemsize // chips,
+        "alias": memory.alias_size_in_bytes, "temp": memory.temp_size_in_bytes,
+        "kernels": text.count('custom_call_target="tpu_custom_call"'),
         "pool copies": len(re.findall(rf"= b?f\d+{shape}\S* copy", text)),
         "in vector memory": len(re.findall(shape + r"\{[^}]*S\(1\)\}", text)),
         "used": [int(n) for n in used], "model": MODELS[-1] if MODELS else None, "limit": VMEM_BYTES,

@@ -27,10 +27,10 @@ TWO_HEADS = 2 * 16 * 128 * 4  # bytes of an item: half of a row, so that there a
 names = (f"broken_tpu_states_{i}" for i in itertools.count())
 
 
-def run(case, mode, module=mixers):
+def run(case, mode, module=mixers, tolerance=None):
     """Runs a case in the interpreter, and checks it: of chunks all digits, or 16 bits where values are no longer."""
-    tolerance = 2e-5
-    if case.packed and case.op == "gated_delta_rule":
+    tolerance, is_given = tolerance or 2e-5, tolerance is not None
+    if case.packed and case.op == "gated_delta_rule" and not is_given:
         tolerance = 1e-4 if case.dtypes[0] == "bfloat16" else 4e-6
     check(interpreter.run(bind(case, module), make_arrays(case), mode=mode), case, tolerance=tolerance)
 
@@ -86,9 +86,11 @@ def test_a_row_of_one_item(heads, keys):
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="six programs to interpret")
-def test_batches_and_scans():
+@pytest.mark.parametrize("fields", [{}, {"new": (1, 3), "packed": True, "every": 64}])
+def test_batches_and_scans(fields):
     """Under `vmap` each pool is its own; a scan carries a pool from layer to layer."""
     case = Mixing(before=(2, 0), new=(1, 1), slots=(5, 2), to_slots=(5, 2), snapshots=(-1, 8), heads=2)
+    case = case._replace(**fields)
     step, arrays = bind(case), [make_arrays(case), make_arrays(case, 1)]
     layers = jax.tree.map(lambda *x: jnp.stack(x), *arrays)
 
@@ -111,7 +113,7 @@ def test_batches_and_scans():
     check(interpreter.run(scanned, layers, mode=PLAIN), case, arrays[1] | {"states": jnp.asarray(after)})
 
 
-@pytest.mark.parametrize("case", [DELTA, *[CONVOLUTION] * NIGHTLY])
+@pytest.mark.parametrize("case", [DELTA, *[CONVOLUTION, DELTA._replace(new=(1, 3, 0, 1, 70), every=64)] * NIGHTLY])
 def test_heads_over_devices(case):
     mesh, arrays = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",)), make_arrays(case)
     heads, whole = jax.P(None, None, "x"), jax.P()
@@ -186,7 +188,7 @@ def test_the_choice_for_a_convolution_is_explained():
 
 # Row 1 goes on from a snapshot's position, in the slot that it shares; row 3 from the middle of a chunk.
 CHUNKS = Mixing(
-    before=(0, 64, 3, 70), new=(70, 1, 0, 60), slots=(2, 5, 0, 1), to_slots=(2, 6, 0, 1),
+    before=(0, 64, 3, 70), new=(70, 2, 0, 60), slots=(2, 5, 0, 1), to_slots=(2, 6, 0, 1),
     snapshots=(3, -1, -1, 8), packed=True, every=64,
 )  # fmt: skip
 
@@ -207,8 +209,35 @@ def test_chunks_of_tokens(op, packed, mode):
 # Three heads of one key: the last one has no second beside it where triangles' blocks are inverted.
 SHORT = CHUNKS._replace(dtypes=("bfloat16", "float32"), heads=3)
 # A row begins behind one whose states leave.
-EMPTIED = CHUNKS._replace(before=(64, 0, 3, 70), new=(1, 70, 0, 60), snapshots=(-1, 3, -1, 8))
+EMPTIED = CHUNKS._replace(before=(64, 0, 3, 70), new=(2, 70, 0, 60), snapshots=(-1, 3, -1, 8))
 OWN_KEYS = CHUNKS._replace(keys=4)  # two heads whose triangles lie side by side have not one key
+
+
+# Rows of one token go by the kernel of these, beside the others.
+MIXED = Mixing(
+    before=(5, 0, 3, 63, 70), new=(1, 70, 0, 1, 2), slots=(2, 5, 0, 1, 4), to_slots=(2, 6, 0, 7, 4),
+    snapshots=(-1, 3, -1, 8, -1), packed=True, every=64, heads=2,
+)  # fmt: skip
+# Row 1 reads what 2, of one token, writes, which reads what 3 does; and writes what 0, of one token, reads.
+CHAIN = MIXED._replace(
+    before=(4, 64, 7, 2), new=(1, 6, 1, 1), slots=(5, 6, 3, 2), to_slots=(9, 5, 6, 3), snapshots=(-1,) * 4
+)
+EVERY_COUNT = MIXED._replace(
+    before=(3, 5, 49, 0, 40, 1, 0, 64, 30), new=(0, 1, 15, 16, 17, 63, 64, 65, 200), slots=tuple(range(9)),
+    to_slots=tuple(range(9)), snapshots=(-1,) * 7 + (9, -1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        MIXED,
+        *[case._replace(packed=packed, op=op) for case in (MIXED, CHAIN, EVERY_COUNT) for packed in (True, False)
+          for op in ("gated_delta_rule", "state_space")] * NIGHTLY,
+    ],
+)  # fmt: skip
+def test_rows_of_one_token_beside_others(case):
+    run(case, RACES, tolerance=2e-5)
 
 
 def test_chunks_of_values_of_16_bits():
@@ -458,6 +487,32 @@ CONTROLS = {
     "a number's third part left out": (
         CHUNKS, PLAIN,
         Plant("state_chunk:multiply_left", "len(b) == 2", "len(b) <= 3"),
+    ),
+    "rows of one token by both kernels": (
+        MIXED, PLAIN, Plant("mixers:_share", "prefill(tokens, states, many)", "prefill(tokens, states, batch)"),
+    ),
+    "the first row's token for all that decode": (
+        MIXED, PLAIN,
+        Plant("mixers:_share", "jnp.clip(flat.query_starts, 0, math.prod(axes) - 1)", "1 + 0 * flat.query_starts"),
+    ),
+    "outputs of decode left out": (
+        MIXED, PLAIN, Plant("mixers:_share", "merge_rows(of_few[row, 0], y, is_many, row)", "y"),
+    ),
+    "places behind a decoded token": (
+        MIXED._replace(packed=False), PLAIN,
+        Plant("mixers:_share", "hide_padding(merge_rows(of_few[row, 0], y, is_many, row), y, batch)",
+              "merge_rows(of_few[row, 0], y, is_many, row)"),
+    ),
+    "rows of many tokens before those of one": (
+        CHAIN, PLAIN,
+        Plant("mixers:_share", "of_few, states = decode(first, states, few)\ny, states = prefill(tokens, states, many)",
+              "y, states = prefill(tokens, states, many)\nof_few, states = decode(first, states, few)"),
+    ),
+    "rows that meet apart": (
+        CHAIN, PLAIN,
+        Plant("mixers:_share", "few, many, is_many = share_rows(flat, 2, states.shape[0])",
+              "few, many, is_many = share_rows(flat._replace(to_slots=None), 2, states.shape[0])\n"
+              "few, many = (own._replace(to_slots=flat.to_slots) for own in (few, many))"),
     ),
     "what stands at a chunk's end forgotten less": (
         CHUNKS._replace(op="state_space"), PLAIN,
