@@ -53,8 +53,8 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
         position = (block[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(len(block), -1)
         keep = jnp.ones(tables.kept.shape, bool).at[list_blocks(tables)].set(False) | (tables.kept != 0)
         keep = jnp.repeat(keep[:, None], cache.config.block_size, axis=1)
-        held = cache.slots(row, position, layer=cache.config.groups[group][0])
-        keep = keep.at[held].set(True)
+        slots = cache.slots(row, position, layer=cache.config.groups[group][0])
+        keep = keep.at[slots].set(True)
         for stack in cache.config.group_stacks(group):
             kept = jnp.tile(keep, (len(stack), 1))[:, None, None]  # [blocks, 1, 1, block_size]
             pool = cache.layer(stack[0]).pool
@@ -71,10 +71,10 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
 def _spoil_states(cache: Cache, value: float) -> tuple[dict[str, jax.Array] | None, ...]:
     if cache.state_slots is None:
         return ()
-    held = jnp.zeros(cache.config.num_state_slots + 1, bool).at[NULL_SLOT].set(True)
+    keep = jnp.zeros(cache.config.num_state_slots + 1, bool).at[NULL_SLOT].set(True)
     for slots in cache.state_slots.named:
-        held = held.at[slots].set(True)
-    return jax.tree.map(lambda x: _spoil(held, value, x), cache.states)
+        keep = keep.at[slots].set(True)
+    return jax.tree.map(lambda x: _spoil(keep, value, x), cache.states)
 
 
 def permute_blocks(cache: Cache, seed: int = 0) -> Cache:

@@ -270,8 +270,8 @@ def _report(engine: Any, prompts: list, outputs: list, times: list[float], choic
     config, count = engine.config, len(times)
     first = times[0] if times else 0.0
     rate = f", then {found:.0f} tokens/s" if (found := _tokens_per_second(times)) else ""
-    held = stats(engine.cache)
-    used, blocks = held["blocks_peak"], held["num_blocks"]
+    usage = stats(engine.cache)
+    used, blocks = usage["blocks_peak"], usage["num_blocks"]
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     plural, lengths = ("s", f"{shortest} to {longest}") if longest > shortest else ("s" * (len(prompts) > 1), longest)
     last = times[-1] if times else 0.0
@@ -280,7 +280,7 @@ def _report(engine: Any, prompts: list, outputs: list, times: list[float], choic
         f"{count} new tokens in {last:.1f} s: the first after {first:.1f} s, compilation included{rate}.",
         f"{engine.steps} steps; {used} of {blocks} blocks of {config.block_size} tokens used at the most, "
         f"{blocks - used} free; {engine.set_back} sequences set back.",
-        f"Used {format_bytes(held['bytes_peak'])}; a dense cache of {config.max_seqs} rows of "
+        f"Used {format_bytes(usage['bytes_peak'])}; a dense cache of {config.max_seqs} rows of "
         f"{config.max_seq_len} tokens takes {format_bytes(config.dense_bytes)}.",
     ]
     if engine.prefix is not None:

@@ -121,8 +121,8 @@ def read_sampling(arguments: argparse.Namespace, said: Mapping[str, Any], where:
     taken = {name: value for name, value in recommended.items() if name not in given}
     others = {name: value for name, value in said.items() if name in OTHERS and value and value not in OTHERS[name]}
     if taken or others:
-        parts = [f"{name} = {show(value)}" for name, value in taken.items()]
-        line = f"sampling as {where} recommends: {', '.join(parts)}" if parts else f"of {where}"
+        settings = [f"{name} = {show(value)}" for name, value in taken.items()]
+        line = f"sampling as {where} recommends: {', '.join(settings)}" if settings else f"of {where}"
         more = ", ".join(f"{name} = {show(value)}" for name, value in others.items())
         print(f"jaxkv: {line}{f'; not honoured: {more}' if more else ''}.", file=sys.stderr)
     return chosen | recommended | given | {"seed": arguments.seed}

@@ -147,8 +147,8 @@ def _look_up(queries: jax.Array, layer: Layer, select_tokens: Callable[[jax.Arra
 
     def some(i: jax.Array, logits: jax.Array) -> jax.Array:
         both = pool[jax.lax.dynamic_slice_in_dim(blocks, i * size, size, axis=1)].astype(jnp.float32)
-        part = _largest(queries, select_tokens(both[:, :, 0]), select_tokens(both[:, :, 1]))
-        return jax.lax.dynamic_update_slice_in_dim(logits, part, i * size, axis=3)
+        bounded = _largest(queries, select_tokens(both[:, :, 0]), select_tokens(both[:, :, 1]))
+        return jax.lax.dynamic_update_slice_in_dim(logits, bounded, i * size, axis=3)
 
     stop = jnp.minimum(-(-jnp.max(lengths, initial=0) // (size * layer.config.block_size)), count)
     logits = jnp.zeros((*queries.shape[:-1], count * size), jnp.float32)

@@ -105,10 +105,10 @@ def ada(score: jax.Array, budget: Any, *, safeguard: float = 0.2) -> jax.Array:
     certain = (budget.astype(jnp.float32) * safeguard + 1e-4).astype(jnp.int32)
     certain = jnp.maximum(certain, jnp.minimum(budget, 1)) if safeguard else certain
     rank = jnp.argsort(jnp.argsort(-score, axis=2, stable=True), axis=2)
-    held = score > -jnp.inf
-    wanted = jnp.where(held & (rank < certain[:, None, None]), jnp.inf, score).reshape(rows, -1)
+    is_held = score > -jnp.inf
+    wanted = jnp.where(is_held & (rank < certain[:, None, None]), jnp.inf, score).reshape(rows, -1)
     order = jnp.argsort(jnp.argsort(-wanted, axis=1, stable=True), axis=1)
-    kept = (order < heads * budget[:, None]).reshape(rows, heads, places) & held
+    kept = (order < heads * budget[:, None]).reshape(rows, heads, places) & is_held
     return kept.sum(axis=2, dtype=jnp.int32)
 
 

@@ -28,9 +28,9 @@ def streaming_llm(cache: Cache, *, layer: int, n_sink: int = 4) -> jax.Array:
     >>> jaxkv.scores.streaming_llm(cache, layer=0, n_sink=1)[0, 0, :4].tolist()
     [65.0, 1.0, 2.0, 3.0]
     """
-    n_sink, held = integer("n_sink", n_sink, least=0), _find_held(cache, layer)
-    place = jax.lax.broadcasted_iota(jnp.int32, held.shape, 2)
-    return _scores(jnp.where(place < n_sink, held.shape[2] + n_sink - place, place).astype(jnp.float32), held)
+    n_sink, is_held = integer("n_sink", n_sink, least=0), _mask_held(cache, layer)
+    place = jax.lax.broadcasted_iota(jnp.int32, is_held.shape, 2)
+    return _scores(jnp.where(place < n_sink, is_held.shape[2] + n_sink - place, place).astype(jnp.float32), is_held)
 
 
 def knorm(cache: Cache, *, layer: int) -> jax.Array:
@@ -44,8 +44,8 @@ def knorm(cache: Cache, *, layer: int) -> jax.Array:
     >>> jaxkv.scores.knorm(cache, layer=0).shape
     (2, 2, 64)
     """
-    keys, _, held = _tokens(cache, layer)
-    return _scores(-jnp.linalg.norm(keys, axis=-1), held)
+    keys, _, is_held = _tokens(cache, layer)
+    return _scores(-jnp.linalg.norm(keys, axis=-1), is_held)
 
 
 def keydiff(cache: Cache, *, layer: int) -> jax.Array:
@@ -59,10 +59,10 @@ def keydiff(cache: Cache, *, layer: int) -> jax.Array:
     >>> jaxkv.scores.keydiff(cache, layer=0).shape
     (2, 2, 64)
     """
-    keys, _, held = _tokens(cache, layer)
+    keys, _, is_held = _tokens(cache, layer)
     directions = _directions(keys)
-    mean = jnp.sum(directions, axis=2, where=held[..., None]) / _count(held)[..., None]
-    return _scores(-jnp.einsum("skcd,skd->skc", directions, _directions(mean)), held)
+    mean = jnp.sum(directions, axis=2, where=is_held[..., None]) / _count(is_held)[..., None]
+    return _scores(-jnp.einsum("skcd,skd->skc", directions, _directions(mean)), is_held)
 
 
 def snapkv(
@@ -97,10 +97,10 @@ def snapkv(
         integer("window_size", window_size, least=1),
         integer("kernel_size", kernel_size, least=1),
     )
-    weights, asked, held = _attention(cache, layer, q, num_tokens, scale, last=window_size)
-    lengths = jnp.sum(held, axis=2, dtype=jnp.int32)
-    place = jax.lax.broadcasted_iota(jnp.int32, held.shape, 2)
-    own = held & (place >= (lengths - jnp.minimum(asked, window_size)[:, None])[..., None])
+    weights, asked, is_held = _attention(cache, layer, q, num_tokens, scale, last=window_size)
+    lengths = jnp.sum(is_held, axis=2, dtype=jnp.int32)
+    place = jax.lax.broadcasted_iota(jnp.int32, is_held.shape, 2)
+    own = is_held & (place >= (lengths - jnp.minimum(asked, window_size)[:, None])[..., None])
     number = jnp.maximum(jnp.minimum(asked, window_size), 1).astype(jnp.float32)
     weights = jnp.sum(weights, axis=3) / number[:, None, None, None]
     weights = jnp.where(own[:, :, None], 0.0, weights)
@@ -112,10 +112,10 @@ def snapkv(
         (1, 1, 1, 1),
         [(0, 0)] * 3 + [(kernel_size // 2, kernel_size - 1 - kernel_size // 2)],
     )
-    found = _raise_to_most(pooled.mean(axis=2) / kernel_size, held & ~own, own)
+    found = _raise_to_most(pooled.mean(axis=2) / kernel_size, is_held & ~own, own)
     # As much as the best of the others; among themselves the later count more, should a budget hold but some of them.
-    nth = (1 + place - jnp.min(place, axis=2, where=own, initial=held.shape[2], keepdims=True)).astype(jnp.float32)
-    return _scores(jnp.where(own, found * (1 + nth * 2.0**-20) + nth * TINY, found), held)
+    nth = (1 + place - jnp.min(place, axis=2, where=own, initial=is_held.shape[2], keepdims=True)).astype(jnp.float32)
+    return _scores(jnp.where(own, found * (1 + nth * 2.0**-20) + nth * TINY, found), is_held)
 
 
 def tova(cache: Cache, *, layer: int, q: jax.Array, num_tokens: Any = None, scale: float | None = None) -> jax.Array:
@@ -134,10 +134,10 @@ def tova(cache: Cache, *, layer: int, q: jax.Array, num_tokens: Any = None, scal
     """
     if cache.config.group_evicts[cache.config.group(layer)] == "head":
         raise ValueError(f'tova is a mean over heads, but in layer {layer} each may hold other tokens: evict="layer".')
-    weights, _, held = _attention(cache, layer, q, num_tokens, scale, last=1)
-    own = held & (jnp.cumsum(held[..., ::-1], axis=2)[..., ::-1] == 1)
-    mean = jnp.broadcast_to(weights[:, :, :, 0].mean(axis=(1, 2))[:, None], held.shape)
-    return _scores(_raise_to_most(mean, held & ~own, own), held)
+    weights, _, is_held = _attention(cache, layer, q, num_tokens, scale, last=1)
+    own = is_held & (jnp.cumsum(is_held[..., ::-1], axis=2)[..., ::-1] == 1)
+    mean = jnp.broadcast_to(weights[:, :, :, 0].mean(axis=(1, 2))[:, None], is_held.shape)
+    return _scores(_raise_to_most(mean, is_held & ~own, own), is_held)
 
 
 def observed_attention(
@@ -153,11 +153,11 @@ def observed_attention(
     >>> jaxkv.scores.observed_attention(cache, layer=0, q=jnp.ones((2, 20, 4, 8))).shape
     (2, 2, 64)
     """
-    weights, asked, held = _attention(cache, layer, q, num_tokens, scale, last=q.shape[1])
-    lengths = jnp.sum(held, axis=2, dtype=jnp.int32)[..., None]
-    place = jax.lax.broadcasted_iota(jnp.int32, held.shape, 2)
+    weights, asked, is_held = _attention(cache, layer, q, num_tokens, scale, last=q.shape[1])
+    lengths = jnp.sum(is_held, axis=2, dtype=jnp.int32)[..., None]
+    place = jax.lax.broadcasted_iota(jnp.int32, is_held.shape, 2)
     could = jnp.minimum(asked[:, None, None], lengths - place)
-    return _scores(weights.sum(axis=3).mean(axis=2) / jnp.maximum(could, 1).astype(jnp.float32), held)
+    return _scores(weights.sum(axis=3).mean(axis=2) / jnp.maximum(could, 1).astype(jnp.float32), is_held)
 
 
 def expected_attention(
@@ -196,7 +196,7 @@ def expected_attention(
     """
     ahead, n_sink = integer("n_future_positions", n_future_positions, least=1), integer("n_sink", n_sink, least=0)
     epsilon = real("epsilon", epsilon, least=0)
-    keys, values, held = _tokens(cache, layer)
+    keys, values, is_held = _tokens(cache, layer)
     rows, heads, _, size = keys.shape
     q, asked = _queries(cache, layer, q, num_tokens)
     group = q.shape[2] // heads
@@ -220,15 +220,15 @@ def expected_attention(
     if flag("use_covariance", use_covariance):
         spread = jnp.einsum("sda,skgde,seb->skgab", turn, spread, turn)
         logits += jnp.einsum("skca,skgab,skcb->skgc", keys, spread, keys) / size / 2
-    first = held & (jax.lax.broadcasted_iota(jnp.int32, held.shape, 2) < n_sink)
-    later = held & ~first
+    first = is_held & (jax.lax.broadcasted_iota(jnp.int32, is_held.shape, 2) < n_sink)
+    later = is_held & ~first
     found = _softmax(logits, later[:, :, None]).mean(axis=2)
     if flag("use_vnorm", use_vnorm):
         found = (found + epsilon) * jnp.linalg.norm(values, axis=-1)
-    return _scores(_raise_to_most(found, later, first), held)
+    return _scores(_raise_to_most(found, later, first), is_held)
 
 
-def _find_held(cache: Cache, layer: int) -> jax.Array:
+def _mask_held(cache: Cache, layer: int) -> jax.Array:
     """Returns `bool[S, K, C]`: where a layer holds a token."""
     cache = _limit_length(cache, layer)
     found = cache.layer(layer)
@@ -242,7 +242,7 @@ def _tokens(cache: Cache, layer: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns a layer's keys and values, f32[S, K, C, D], and where it holds tokens, bool[S, K, C]."""
     cache = _limit_length(cache, layer)
     keys, values = (x.astype(jnp.float32) for x in cache.separate(layer))
-    return keys, values, _find_held(cache, layer)
+    return keys, values, _mask_held(cache, layer)
 
 
 def _limit_length(cache: Cache, layer: int) -> Cache:
@@ -253,8 +253,8 @@ def _limit_length(cache: Cache, layer: int) -> Cache:
     return cache.replace(config=cache.config.replace(max_seq_len=places))
 
 
-def _scores(found: jax.Array, held: jax.Array) -> jax.Array:
-    return jnp.where(held, found, -jnp.inf)
+def _scores(found: jax.Array, is_held: jax.Array) -> jax.Array:
+    return jnp.where(is_held, found, -jnp.inf)
 
 
 def _raise_to_most(found: jax.Array, of: jax.Array, certain: jax.Array) -> jax.Array:
@@ -263,8 +263,8 @@ def _raise_to_most(found: jax.Array, of: jax.Array, certain: jax.Array) -> jax.A
     return jnp.where(certain, most, found)
 
 
-def _count(held: jax.Array) -> jax.Array:
-    return jnp.maximum(jnp.sum(held, axis=2, dtype=jnp.float32), 1)
+def _count(is_held: jax.Array) -> jax.Array:
+    return jnp.maximum(jnp.sum(is_held, axis=2, dtype=jnp.float32), 1)
 
 
 def _directions(x: jax.Array) -> jax.Array:
@@ -297,7 +297,7 @@ def _attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the attention of each row's last queries, `f32[S, K, G, n, C]`, 0 for missing queries; the number of
     queries of each row; and where the row holds tokens."""
-    keys, _, held = _tokens(cache, layer)
+    keys, _, is_held = _tokens(cache, layer)
     q, asked = _queries(cache, layer, q, num_tokens)
     rows, heads, _, size = keys.shape
     last = min(last, q.shape[1])
@@ -306,6 +306,6 @@ def _attention(
     q = q.reshape(rows, last, heads, -1, size)
     logits = jnp.einsum("stkgd,skcd->skgtc", q, keys) * (size**-0.5 if scale is None else scale)
     place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 4)
-    own = (jnp.sum(held, axis=2, dtype=jnp.int32) - asked[:, None])[:, :, None] + number[:, None]  # [S, K, n]
-    seen = held[:, :, None, None] & (place <= own[:, :, None, :, None]) & (number >= 0)[:, None, None, :, None]
-    return _softmax(logits, seen), asked, held
+    own = (jnp.sum(is_held, axis=2, dtype=jnp.int32) - asked[:, None])[:, :, None] + number[:, None]  # [S, K, n]
+    seen = is_held[:, :, None, None] & (place <= own[:, :, None, :, None]) & (number >= 0)[:, None, None, :, None]
+    return _softmax(logits, seen), asked, is_held

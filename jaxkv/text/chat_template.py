@@ -75,13 +75,13 @@ def stop(number, frame):
     raise TooLong
 
 def render(variables):
-    size, parts = 0, []
-    for part in template.generate(**variables):
-        parts.append(part)
-        size += len(part)
+    size, chunks = 0, []
+    for chunk in template.generate(**variables):
+        chunks.append(chunk)
+        size += len(chunk)
         if size > header["most"]:
             raise MemoryError
-    return "".join(parts)
+    return "".join(chunks)
 
 template = None
 if timed:

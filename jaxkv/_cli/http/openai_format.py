@@ -196,19 +196,19 @@ def count_usage(requests: Sequence[Any]) -> dict[str, int]:
 
 def _read_message(message: Any, number: int) -> Any:
     """Returns a message whose content is one text, where it was a list of parts: templates take no lists."""
-    if not isinstance(message, dict) or isinstance(parts := message.get("content"), str):
+    if not isinstance(message, dict) or isinstance(content := message.get("content"), str):
         return message
-    if not isinstance(parts, list):
+    if not isinstance(content, list):
         raise ValueError(
-            f"messages[{number}].content must be a text, or a list of parts that are texts, not {str(parts)[:100]}."
+            f"messages[{number}].content must be a text, or a list of parts that are texts, not {str(content)[:100]}."
         )
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+    for item in content:
+        if not isinstance(item, dict) or item.get("type") != "text" or not isinstance(item.get("text"), str):
             raise ValueError(
                 'The parts of a content must be texts on this server, {"type": "text", "text": "..."}, not '
-                f"{str(part)[:100]}."
+                f"{str(item)[:100]}."
             )
-    return message | {"content": "\n".join(part["text"] for part in parts)}
+    return message | {"content": "\n".join(item["text"] for item in content)}
 
 
 def _check_types(body: dict[str, Any], **kinds: Any) -> None:

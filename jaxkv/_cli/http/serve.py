@@ -165,8 +165,8 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
         head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         if body.get("stream"):
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            parts = stream_answer(requests, form, head | {"object": form.chunk_object}, with_usage)
-            return StreamingResponse(parts, media_type="text/event-stream")
+            events = stream_answer(requests, form, head | {"object": form.chunk_object}, with_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
         if not await finish(requests, http):
             return PlainTextResponse("The client has gone.", 499)
         pairs = _list_samples(requests)
@@ -210,12 +210,12 @@ async def read_body(http: Any, most: int) -> bytes | None:
     """Returns a body, or None if it has more than `most` bytes, which are then read but not kept."""
     body = bytearray()
     size = 0
-    async for part in http.stream():
-        size += len(part)
+    async for chunk in http.stream():
+        size += len(chunk)
         if size > most:
             body.clear()
         else:
-            body += part
+            body += chunk
     return bytes(body) if size <= most else None
 
 

@@ -15,7 +15,7 @@ from jaxkv._cli.plan import report_json, report_text
 from jaxkv._cli.plan.capacity import BLOCK_SIZES, needed_bytes, plan
 from jaxkv._cli.plan.chips import Chip, chip_named
 from jaxkv._cli.plan.devices import Devices, shapes_of
-from jaxkv._cli.plan.report import AskedRows, DeviceMemory, Needs, Option, Report, held
+from jaxkv._cli.plan.report import AskedRows, DeviceMemory, Needs, Option, Report, device_contents
 from jaxkv._cli.plan.step_report import shapes_as_text, step_as_json
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
@@ -180,7 +180,7 @@ def _compare(planner: _Planner, devices: Devices) -> int:
     for shape in shapes_of(devices.count, planner.config):
         try:
             report = planner.report(shape, _kinds(arguments.dtype)[:1], arguments.block_size or (None,))
-            found.append((held(report), report.step))
+            found.append((device_contents(report), report.step))
         except ValueError as error:
             why = str(error)
     if not found:
@@ -189,8 +189,8 @@ def _compare(planner: _Planner, devices: Devices) -> int:
     if not arguments.json:
         print(shapes_as_text(found[:MOST_SHAPES], chip))
         return 0
-    shapes = [dataclasses.asdict(step.devices) | {"each_device": held, "step": step_as_json(step, chip)}
-              for held, step in found]  # fmt: skip
+    shapes = [dataclasses.asdict(step.devices) | {"each_device": contents, "step": step_as_json(step, chip)}
+              for contents, step in found]  # fmt: skip
     print(json.dumps({"chip": dataclasses.asdict(chip), "shapes": shapes}, indent=1))
     return 0
 

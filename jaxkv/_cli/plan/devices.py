@@ -17,7 +17,7 @@ from jaxkv.models.config import DecoderConfig
 from jaxkv.models.partition import AXIS
 
 MOST = 1 << 20
-PARTS = ("tensor", "data", "context")
+DIMENSIONS = ("tensor", "data", "context")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Devices:
     context: int = 1
 
     def __post_init__(self):
-        shape = dict(zip(PARTS, (self.tensor, self.data, self.context), strict=True))
+        shape = dict(zip(DIMENSIONS, (self.tensor, self.data, self.context), strict=True))
         for name, number in shape.items():
             what = "--devices" if self.data == self.context == 1 else f"{name} in --devices"
             object.__setattr__(self, name, integer(what, number, least=1, most=MOST))
@@ -49,7 +49,7 @@ class Devices:
         Devices(tensor=8, data=4, context=2)
         """
         numbers = text.strip().lower().split("x")
-        if len(numbers) > len(PARTS) or not all(re.fullmatch(r"-?[0-9]{1,99}", number) for number in numbers):
+        if len(numbers) > len(DIMENSIONS) or not all(re.fullmatch(r"-?[0-9]{1,99}", number) for number in numbers):
             raise ValueError(
                 "--devices must be a number, or numbers for tensor x data x context, such as 8, 8x16 or 8x4x2, not "
                 f"{show(text)}."
@@ -83,8 +83,8 @@ class Devices:
                     for name, (n, *rest), dtype in layer.states
                 }
             )
-        parts = count_shards(layer.num_kv_heads, self.tensor, AXIS)
-        return dataclasses.replace(layer, num_kv_heads=layer.num_kv_heads // parts)
+        num_shards = count_shards(layer.num_kv_heads, self.tensor, AXIS)
+        return dataclasses.replace(layer, num_kv_heads=layer.num_kv_heads // num_shards)
 
     def bytes(self, config: CacheConfig) -> int:
         """Returns a device's bytes of a cache of `context` devices: its shard of the blocks, and all states."""

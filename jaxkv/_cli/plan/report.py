@@ -131,7 +131,7 @@ class Report:
         return fields
 
 
-def held(report: Report) -> dict[str, int]:
+def device_contents(report: Report) -> dict[str, int]:
     """Returns the bytes that each device holds."""
     found, context = report.best, report.devices.context
     return {

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxkv._cli.plan.report import Needs, Report, count_facts, held
+from jaxkv._cli.plan.report import Needs, Report, count_facts, device_contents
 from jaxkv._cli.plan.step_report import step_as_json
 
 
@@ -30,7 +30,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "devices": {"count": devices.count} | dataclasses.asdict(devices)
         | {"hosts": report.hosts, "moved_per_step": report.step.sent},
         "chip": None if report.chip is None else dataclasses.asdict(report.chip),
-        "each_device": held(report),
+        "each_device": device_contents(report),
         "step": step_as_json(report.step, report.chip),
         "max_seq_len": report.max_seq_len,
         "mean_len": report.best.mean_len,

@@ -12,10 +12,10 @@ BAR = 60  # characters
 
 def as_text(report: Report) -> str:
     table = _table(report)
-    parts = [_answer(report), _head(report), _bar(report.memory), "", table, "", _tail(report)]
+    sections = [_answer(report), _head(report), _bar(report.memory), "", table, "", _tail(report)]
     if report.chip is not None:
-        parts[-1:-1] = [step_as_text(report.step, report.chip), ""]
-    return "\n".join(parts)
+        sections[-1:-1] = [step_as_text(report.step, report.chip), ""]
+    return "\n".join(sections)
 
 
 def _answer(report: Report) -> str:
@@ -40,8 +40,8 @@ def _answer(report: Report) -> str:
     fits = [asked.dtype for asked in report.asked if asked.bytes <= memory.cache]
     read = [dtype for dtype in fits if report.has_kernel(dtype)]
     verdict = f"{read[0]} fits" if read else f"{fits[0]} fits, but no kernel reads it" if fits else "none fits"
-    held = report.best.rows * report.devices.data
-    less = "" if fits else f" In {report.best.config.dtype} {held:,} rows of {report.best.mean_len:,g} tokens do."
+    rows = report.best.rows * report.devices.data
+    less = "" if fits else f" In {report.best.config.dtype} {rows:,} rows of {report.best.mean_len:,g} tokens do."
     return f"{_needed(report.asked, report.devices.count)}; {room}: {verdict}.{less}"
 
 
@@ -105,16 +105,16 @@ def _head(report: Report) -> str:
 
 def _bar(memory: DeviceMemory) -> str:
     """Draws the device's memory as a bar with a legend."""
-    parts = {"weights": (memory.weights, "█"), "cache": (memory.cache, "▒"), "rest": (memory.rest, "·")}
+    segments = {"weights": (memory.weights, "█"), "cache": (memory.cache, "▒"), "rest": (memory.rest, "·")}
     ends, before = [], 0
-    for size, _ in parts.values():
+    for size, _ in segments.values():
         before += size
         ends.append(round(BAR * before / memory.total))
     line = ""
-    for end, (_, mark) in zip(ends, parts.values(), strict=True):
+    for end, (_, mark) in zip(ends, segments.values(), strict=True):
         line += mark * (end - len(line))
     legend = "   ".join(
-        f"{mark} {name} {format_bytes(size)}, {size / memory.total:.0%}" for name, (size, mark) in parts.items()
+        f"{mark} {name} {format_bytes(size)}, {size / memory.total:.0%}" for name, (size, mark) in segments.items()
     )
     return f"[{line}]\n {legend}"
 

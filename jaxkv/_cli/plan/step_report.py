@@ -41,12 +41,12 @@ def step_as_text(step: DecodeStep, chip: Chip) -> str:
         what = f"sends in {x.count} {x.kind}{'s' * (x.count > 1)} over {x.devices} ({x.over})"
         by = f"{link.name}, {link.rate / 1e9:g} GB/s"
         lines.append((what, format_bytes(round(sent)), by, _ms(sent / link.rate)))
-    parts = f"max({_ms(seconds['read'])}, {_ms(seconds['compute'])}) + {_ms(seconds['send'])}"
+    terms = f"max({_ms(seconds['read'])}, {_ms(seconds['compute'])}) + {_ms(seconds['send'])}"
     rate, rows = f"{step.tokens_per_second(chip):,.0f}", f"{step.rows * step.devices.data:,}"
     whose = "the device" if step.devices.count == 1 else f"each of {step.devices.count:,} devices"
     return (
         f"{columns(lines, left=(0, 2))}\n"
-        f"A step takes {whose} at least {parts} = {_ms(seconds['step'])} ms: at most {rate} tokens/s in {rows} rows.\n"
+        f"A step takes {whose} at least {terms} = {_ms(seconds['step'])} ms: at most {rate} tokens/s in {rows} rows.\n"
         f"Of {chip.name}: {chip.source}."
     )
 
@@ -54,15 +54,15 @@ def step_as_text(step: DecodeStep, chip: Chip) -> str:
 def shapes_as_text(shapes: Sequence[tuple[dict[str, int], DecodeStep]], chip: Chip) -> str:
     """Formats a line for each mesh shape: memory of a device, and its step."""
     lines = [("shape", "weights", "cache", "rows", "tokens", "sent", "step, ms", "tokens/s")]
-    for held, step in shapes:
+    for contents, step in shapes:
         d = step.devices
         lines.append(
             (
                 str(d),
-                format_bytes(held["weights"]),
-                format_bytes(held["cache"]),
-                f"{held['rows'] * d.data:,}",
-                f"{held['tokens'] * d.data * d.context:,}",
+                format_bytes(contents["weights"]),
+                format_bytes(contents["cache"]),
+                f"{contents['rows'] * d.data:,}",
+                f"{contents['tokens'] * d.data * d.context:,}",
                 format_bytes(step.sent),
                 _ms(step.seconds(chip)["step"]),
                 f"{step.tokens_per_second(chip):,.0f}",
