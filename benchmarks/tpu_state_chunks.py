@@ -25,8 +25,9 @@ from tpu_works import Scalars, one_chip
 
 from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.tpu import mixers
+from pallas_kernels.tpu.recurrence.products import CHUNK
 from pallas_kernels.tpu.recurrence.state_decode import StateItems
-from pallas_kernels.tpu.recurrence.state_prefill import CHUNK, ChunkScalars
+from pallas_kernels.tpu.recurrence.state_prefill import ChunkScalars
 
 HEADS = FAMILIES["Qwen3-Next"][1:]  # of keys, of values, and their widths
 DTYPES = ("bfloat16", "float32")  # of values

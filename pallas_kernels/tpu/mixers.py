@@ -12,6 +12,7 @@ from pallas_kernels.common.channel_groups import SUBLANES, has_channel_tiles
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding, merge_rows, share_rows
 from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, sublanes, vector_bytes
+from pallas_kernels.tpu.recurrence.products import CHUNK
 from pallas_kernels.tpu.recurrence.state_decode import (
     StateTokens,
     decode_states,
@@ -22,7 +23,6 @@ from pallas_kernels.tpu.recurrence.state_decode import (
     update_space,
 )
 from pallas_kernels.tpu.recurrence.state_prefill import (
-    CHUNK,
     gather_tokens,
     list_chunks,
     prefill_states,

@@ -4,9 +4,8 @@
 states. A grid step runs the three of items that follow each other, so that none waits for another. The matrix unit
 keeps the program's order: products of a stage stand between those of the others, which wait long for each other.
 
-Sixteen rows take a matrix unit as long whatever their depth and width, up to 256 x 256. Numbers are split into parts of
-bfloat16, and parts lie side by side in depth and width: what would be four products is one. Two heads' triangles of 64
-x 64 lie side by side in lanes, for arithmetic on whole registers.
+Products are those of `products`. Two heads' triangles of 64 x 64 lie side by side in lanes, for arithmetic on whole
+registers.
 """
 
 import functools
@@ -19,16 +18,27 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.channel_groups import SUBLANES
 from pallas_kernels.tpu.pages import LANES, vector_bytes
+from pallas_kernels.tpu.recurrence.products import (
+    CHUNK,
+    INNER,
+    MINOR,
+    OUTER,
+    PAIR,
+    dot,
+    multiply,
+    multiply_left,
+    multiply_rows,
+    ones,
+    pack_left,
+    split,
+)
 
-CHUNK = 64  # tokens
 BLOCK = 16  # of a triangle's rows, which are substituted one after another; two are joined by products to a half
 HALF = 2 * BLOCK  # of a triangle; the two halves' inverses are applied one after the other
-PAIR = 2 * CHUNK  # lanes of two triangles
 STEP = 2.0**-11  # gates' first parts are multiples of it: sums of a chunk's have no more digits than float32
 STAGES = 3
 # In which stages' products stand in the program, by the stages' first letters; each stage runs to its end.
 ORDER = "rararsasasaar"
-_MINOR, _INNER, _OUTER = ((1,), (1,)), ((1,), (0,)), ((0,), (0,))
 
 
 class Stages(NamedTuple):
@@ -106,7 +116,7 @@ def relate(inputs, stages: Stages, has_delta: bool, writes: list) -> Iterator[No
     # Each product twice, side by side: heads of a pair mostly have one key.
     twice = [[jnp.concatenate([part, part], axis=0) for part in k] for k in keys]
     read = [_stack(k, q) if has_delta else q for k, q in zip(keys, queries, strict=True)]
-    products = [multiply(x, k, _MINOR) for x, k in zip(read, twice, strict=True)]
+    products = [multiply(x, k, MINOR) for x, k in zip(read, twice, strict=True)]
     yield
     at = gates.spread_sums(pairs)
     writes.append((stages.gates, slice(None), gates.factors()))
@@ -136,7 +146,7 @@ def solve(stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
     yield
     lines, rows = stages.gates[...], padded_rows(size)
     number, lane = (lax.broadcasted_iota(jnp.int32, (lines.shape[0], LANES * size), i) for i in range(2))
-    spread = _dot(lines, _ones((number & (rows - 1)) == lane // LANES), _OUTER)
+    spread = dot(lines, ones((number & (rows - 1)) == lane // LANES), OUTER)
     writes += [(stages.spread, i, spread[:, i * LANES : (i + 1) * LANES]) for i in range(size)]
     yield
     inverses = [split(x, digits) for x in join_blocks(blocks, joined, digits)] if has_delta else []
@@ -155,7 +165,7 @@ def advance(v_ref, y_ref, states, first, stages: Stages, has_delta: bool, writes
     queries, keys = ([[x[i, part] for part in range(digits)] for i in range(own)] for x in stages[:2])
     read = [pack_left(_stack(k, q) if has_delta else q) for k, q in zip(keys, queries, strict=True)]
     since_start, till_end = ([stages.spread[i, part] for i in heads] for part in (slice(CHUNK), slice(CHUNK, None)))
-    contract = _INNER if has_delta else _MINOR
+    contract = INNER if has_delta else MINOR
     found = [multiply_left(read[key_of[i]], parts(states[first + i]), contract) for i in heads]
     yield
     u = [v_ref[0, i].astype(jnp.float32) for i in heads]
@@ -211,8 +221,8 @@ class _Gates:
         parts = split(jnp.concatenate([first, numbers[:rows] - first], axis=0), 3)
         row, column = _places()
         lane = lax.broadcasted_iota(jnp.int32, row.shape, 1)
-        ones = _ones((lane < CHUNK) & (row <= column) | (lane >= CHUNK) & (row > column))
-        self.sums = sum(_dot(part, ones, _INNER) for part in parts)  # since the start, and behind them till the end
+        till = ones((lane < CHUNK) & (row <= column) | (lane >= CHUNK) & (row > column))
+        self.sums = sum(dot(part, till, INNER) for part in parts)  # since the start, and behind them till the end
         self.beta = jnp.concatenate([numbers[rows:]] * 2, axis=1) if has_delta else None
 
     def factors(self):
@@ -228,7 +238,7 @@ class _Gates:
         parts = jnp.concatenate(split(self.sums[:, :CHUNK], 3), axis=0)
         number, lane = (lax.broadcasted_iota(jnp.int32, (parts.shape[0], 2 * PAIR * len(pairs)), i) for i in range(2))
         part, head = lane // PAIR & 1, jnp.minimum(lane // (2 * PAIR) * 2 + (lane // CHUNK & 1), pairs[-1][1])
-        return _dot(parts, _ones((number & (2 * self.rows - 1)) == part * self.rows + head), _OUTER)
+        return dot(parts, ones((number & (2 * self.rows - 1)) == part * self.rows + head), OUTER)
 
     def between(self, at, pair, a, b):
         """Returns gates after a token (in lanes) till another (in rows), times the former's beta; 0 for later ones."""
@@ -284,12 +294,12 @@ def quads(lower, blocks):
 
 def first_product(corner, first, second, digits):
     """Returns the second blocks' inverses, and the corners times the first ones'."""
-    return second, multiply(split(corner, digits), make_diagonal(split(first, digits)), _INNER)
+    return second, multiply(split(corner, digits), make_diagonal(split(first, digits)), INNER)
 
 
 def join_blocks(blocks, joined, digits):
     """Returns the inverses of halves, those of two heads side by side, `[HALF, PAIR]`."""
-    products = [multiply(split(x, digits), make_diagonal(split(y, digits)), _INNER) for x, y in joined]
+    products = [multiply(split(x, digits), make_diagonal(split(y, digits)), INNER) for x, y in joined]
     corners = [x for y in products for x in (y, pltpu.roll(y, PAIR - BLOCK, 1))]
     is_even = _is_even()
     return [
@@ -305,49 +315,6 @@ def make_diagonal(parts):
     return [
         jnp.concatenate([jnp.where(lane // BLOCK == i, x, zero) for i in range(PAIR // BLOCK)], axis=0) for x in parts
     ]
-
-
-def split(x, digits):
-    """Returns so many parts of each number of `x`, in bfloat16, which add up to it: three exactly."""
-    parts = []
-    for _ in range(digits):
-        parts.append(x.astype(jnp.bfloat16))
-        x = x - parts[-1].astype(jnp.float32)
-    return parts
-
-
-def pack_left(parts, axis=1):
-    """Returns parts side by side, as `multiply_left` takes them."""
-    return [jnp.concatenate([parts[0], x], axis=axis) for x in parts[1:]]
-
-
-def multiply_left(left, b, contract=_INNER):
-    """Returns a product in float32 of numbers of two parts, all of their digits; of three, those of float32."""
-    axis = contract[1][0]
-    side = jnp.concatenate(b[:2], axis=1 - axis)
-    found = _dot(left[0], jnp.concatenate([side, side], axis=axis), contract)
-    width = found.shape[1] // 2
-    found = found[:, :width] + found[:, width:]
-    return found if len(b) == 2 else found + _dot(left[1], jnp.concatenate([b[2], b[0]], axis=axis), contract)
-
-
-def multiply(a, b, contract):
-    """Returns the same of parts that do not stand side by side yet."""
-    return multiply_left(pack_left(a, contract[0][0]), b, contract)
-
-
-def multiply_rows(a, b):
-    """Returns the product of `a`, turned, and `b`: of two parts all digits, of three those of float32."""
-    pairs = [(x, y) for i, x in enumerate(a) for y in b[: max(2, len(b) - i)]]
-    return _dot(*(jnp.concatenate(x, axis=0) for x in zip(*pairs, strict=True)), _OUTER)
-
-
-def _dot(a, b, contract):
-    return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
-
-
-def _ones(mask):
-    return mask.astype(jnp.float32).astype(jnp.bfloat16)
 
 
 def _places():

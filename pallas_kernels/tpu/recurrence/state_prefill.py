@@ -15,7 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.tpu.pages import SPILL_BYTES, divide, keep_in_hbm, output, vector_bytes
-from pallas_kernels.tpu.recurrence.state_chunk import CHUNK, STAGES, Stages, padded_rows, run_stages, stage_shapes
+from pallas_kernels.tpu.recurrence.products import CHUNK
+from pallas_kernels.tpu.recurrence.state_chunk import STAGES, Stages, padded_rows, run_stages, stage_shapes
 
 HEADS = 16  # of a grid step, at most
 

@@ -478,15 +478,15 @@ CONTROLS = {
     ),
     "a number's second part left out": (
         SHORT, PLAIN,
-        Plant("state_chunk:multiply_left", "b[:2]", "[b[0], 0 * b[1]]"),
+        Plant("products:multiply_left", "b[:2]", "[b[0], 0 * b[1]]"),
     ),
     "a number's second part left out of what is added": (
         SHORT, PLAIN,
-        Plant("state_chunk:multiply_rows", "b[: max(2, len(b) - i)]", "b[:1]"),
+        Plant("products:multiply_rows", "b[: max(2, len(b) - i)]", "b[:1]"),
     ),
     "a number's third part left out": (
         CHUNKS, PLAIN,
-        Plant("state_chunk:multiply_left", "len(b) == 2", "len(b) <= 3"),
+        Plant("products:multiply_left", "len(b) == 2", "len(b) <= 3"),
     ),
     "rows of one token by both kernels": (
         MIXED, PLAIN, Plant("mixers:_share", "prefill(tokens, states, many)", "prefill(tokens, states, batch)"),
