@@ -1,5 +1,7 @@
 """What the front door checks of shapes, dtypes and options: each refusal says what was expected and what came."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -248,6 +250,28 @@ def _check_tokens_option(call: Call) -> None:
         raise ValueError(
             f"tokens says by itself what each token sees, and cannot be combined with {beside[0]}: leave one out."
         )
+
+
+def refuse_gradients(call: Call) -> Call:
+    """Returns the call with keys and values that cannot be differentiated, if storing rounds them: of what is rounded
+    only the scale has a gradient, which would be taken for that of the numbers."""
+    if not call.stored.format.is_quantized:
+        return call
+    refuse = functools.partial(_refuse_gradient, call.stored.format.name)
+    return call._replace(k=refuse(call.k), v=None if call.v is None else refuse(call.v))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _refuse_gradient(kind: str, x):
+    return x
+
+
+@_refuse_gradient.defjvp
+def _(kind: str, primals, tangents):
+    raise ValueError(
+        f"Keys and values have no gradient where they are stored in {kind}, which rounds them: differentiate with a "
+        "cache of float32 or bfloat16, or give jax.lax.stop_gradient of them, for the gradient of queries alone."
+    )
 
 
 def check_context_shard(shard) -> None:

@@ -11,6 +11,7 @@ from pallas_kernels.api.arguments import (
     check_new,
     check_new_scale,
     check_pool,
+    refuse_gradients,
 )
 from pallas_kernels.api.attention_dispatch import attend, choose_checked, differentiable, write, write_then_attend
 from pallas_kernels.api.backends import (
@@ -223,7 +224,7 @@ def write_kv(
     check_new_scale(kv_scale, kind)
     check_new(k, v, call.stored, tables.shape[0])
     check_context_shard(stripe)
-    return write(implementation, call).pools
+    return write(implementation, refuse_gradients(call)).pools
 
 
 def write_and_attend(
@@ -291,6 +292,7 @@ def write_and_attend(
     check_new_scale(kv_scale, kind)
     check_new(k, v, call.stored, tables.shape[0])
     check_attention(call)
+    call = refuse_gradients(call)
     able = [implementation] if implementation else list_kernels(current_platform())
     if any(unsupported(name, "write_and_attend", call) is None for name in able if name in IMPLEMENTATIONS):
         out, written = differentiable("write_and_attend", implementation, call)

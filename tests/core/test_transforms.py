@@ -206,6 +206,27 @@ def test_grad_through_attention(axes, layout):
         assert np.abs(other).max() > 0.01
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "int4"])
+def test_grad_of_what_a_quantised_layer_rounds_is_refused(kind):
+    """It was that of the scales alone, which says nothing of the numbers; that of queries is near float32's."""
+    sizes = dict(num_layers=1, num_kv_heads=2, head_dim=32, max_seqs=2, max_seq_len=32)
+    q, k, v = (np.random.default_rng(0).standard_normal((2, 5, h, 32)).astype(np.float32) for h in (4, 2, 2))
+
+    def loss(q, k, v, dtype):
+        cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, dtype=dtype))
+        out, _ = jaxkv.attention(q, k, v, jaxkv.extend(cache, [5, 3]), layer=0)
+        return jnp.sum(jnp.sin(out))
+
+    rounded = jax.jit(jax.grad(loss), static_argnums=3)(q, k, v, kind)
+    exact = jax.grad(loss)(q, k, v, "float32")
+    assert np.abs(rounded - exact).max() < 0.2 * np.abs(exact).max()
+    for argument in (1, 2):
+        with pytest.raises(ValueError, match=rf"no gradient where they are stored in {kind}.*stop_gradient"):
+            jax.grad(loss, argnums=argument)(q, k, v, kind)
+    stopped = jax.grad(lambda q: loss(q, *map(jax.lax.stop_gradient, (q[:, :, :2], q[:, :, 2:])), kind))(q)
+    assert np.isfinite(stopped).all()
+
+
 def _dense_grads(cache, num_tokens, weights, q, k, v):
     """The same loss, from gathered keys and values and softmax spelled out."""
     packed, num_tokens = q.ndim == 3, np.asarray(num_tokens)
