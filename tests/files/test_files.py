@@ -180,6 +180,17 @@ def test_empty_caches_and_rows(path):
         assert_same(cache, jaxkv.load(path, into=cache))
 
 
+@pytest.mark.parametrize("evict", ["layer", "head"])
+def test_no_rows_where_every_layer_evicts(path, evict):
+    layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, evict=evict)
+    cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=8))
+    jaxkv.save(path, cache)
+    assert jaxkv.load(path).lengths.tolist() == [0, 0]
+    jaxkv.save(path, jaxkv.extend(cache, [3, 0]))
+    assert jaxkv.load(path, into=cache, rows=[None, None]).lengths.tolist() == [0, 0]
+    assert jaxkv.send(cache, [], to=cache).lengths.tolist() == [0, 0]
+
+
 def test_a_full_cache(path):
     full = config(max_seqs=2, num_blocks=6, max_seq_len=12)
     cache = append(jaxkv.init(full), [12, 12])

@@ -80,7 +80,8 @@ def are_too_long(lengths: Any, held: Sequence[Any], config: CacheConfig) -> Any:
         if own is None:
             at_once = lengths - config.first_position(group, lengths)
         else:
-            at_once = own.reshape(-1, lengths.shape[0]).max(axis=0)
+            rows = lengths.shape[0]  # none where no row is asked for
+            at_once = own.reshape(own.size // max(rows, 1), rows).max(axis=0, initial=0)
         found = found | (at_once > config.max_seq_len)
     return found
 
