@@ -299,6 +299,8 @@ def test_rows_go_back_to_snapshots_and_on_apart():
     np.testing.assert_allclose(states_of(cache)[0], expected(rows[1][:4])[1][0], rtol=1e-5, atol=1e-5)
     with pytest.raises(jaxkv.OutOfWindow, match="row 1 has snapshots of 4 tokens"):
         jaxkv.check(cache)
+    with pytest.raises(jaxkv.OutOfWindow, match=r"; row 0 has no snapshots\. "):
+        jaxkv.check(jaxkv.truncate(jaxkv.extend(jaxkv.free(cache, [0, 1]), [3, 0, 0, 0]), [2, 0, 0, 0]))
 
 
 def test_states_written_by_hand_stay_where_steps_end():

@@ -272,6 +272,15 @@ def test_truncate_back_to_the_last_step_and_no_further():
     )
 
 
+def test_a_refused_truncation_tells_of_first_tokens_too():
+    layer = jaxkv.LayerConfig(num_kv_heads=1, head_dim=8, window=WINDOW, sink_tokens=3)
+    cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=1, max_seq_len=64, num_blocks=16, block_size=4))
+    for _ in range(20):
+        cache = jaxkv.extend(cache, [1])
+    with pytest.raises(jaxkv.OutOfWindow, match="a window of 6 behind 3 first tokens have given back"):
+        jaxkv.check(jaxkv.truncate(cache, [7]))
+
+
 def test_a_fork_keeps_what_its_source_gives_back():
     """As that sentence advises: fork before going on, and the fork can still go back to where it was."""
     cache, k, _ = grown((12, 0, 0), chunk=12)

@@ -84,9 +84,9 @@ def check(cache: Cache) -> None:
     if gone:
         asked = _list(f"row {r} ({tables.lengths[r]} tokens) to {tables.wanted[r]} tokens" for r in gone)
         forgetful = [rule for rule in cache.config.retentions if rule.visible_tokens or rule.evict]
-        rules = _list(dict.fromkeys(f"{rule} tokens" if rule.visible_tokens else str(rule) for rule in forgetful))
+        rules = [str(rule).removesuffix(" tokens") + " tokens" * bool(rule.visible_tokens) for rule in forgetful]
         raise OutOfWindow(
-            f"Truncating {asked} goes back to what layers {rules} have given back. The row "
+            f"Truncating {asked} goes back to what layers {_list(dict.fromkeys(rules))} have given back. The row "
             "is as it was before; free it and compute its tokens again, or fork it before it goes on."
         )
     # Reports the group that lacks most blocks.

@@ -43,8 +43,8 @@ def describe_snapshots(cache: Cache, rows: Iterable[int]) -> str:
     if cache.config.snapshot_every is None:
         return ""
     found = snapshots(cache)
-    words = [f"row {r} has snapshots of {', '.join(map(str, found[r])) or 'no'} tokens" for r in rows]
-    return f"; {' and '.join(words)}"
+    held = {r: f"snapshots of {', '.join(map(str, found[r]))} tokens" if found[r] else "no snapshots" for r in rows}
+    return f"; {' and '.join(f'row {r} has {words}' for r, words in held.items())}"
 
 
 def check_states(cache: Cache) -> None:
