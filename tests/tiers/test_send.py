@@ -138,6 +138,18 @@ def test_from_one_mesh_to_another(explicit):
     assert_sent(one, home, [(0, 0), (2, 2)])
 
 
+def test_into_a_cache_that_every_device_of_the_mesh_has_whole():
+    """What `init` without `mesh=` makes where explicit axes are set."""
+    mesh = jax.make_mesh((2,), ("model",))
+    with jax.set_mesh(mesh):
+        old, whole = fill(jaxkv.init(config(ALIKE), mesh=mesh)), jaxkv.init(config(ALIKE))
+        sent = jaxkv.send(old, [0, 2], to=whole)
+        back = jaxkv.swap_in(whole, [0, 2], jaxkv.swap_out(old, [0, 2])[1])
+        for found in (sent, back):
+            jaxkv.check_invariants(found)
+            assert_sent(filled(layers=ALIKE), found, [(0, 0), (2, 2)])
+
+
 def test_nothing_to_send():
     to = jaxkv.init(config())
     assert jaxkv.send(filled(), [], to=to) is to

@@ -112,6 +112,8 @@ def place_like(x: Any, own: Any) -> Any:
         return x if is_there else jax.device_put(x, jax.memory.Space.Device)
     if getattr(own, "committed", False):  # NumPy arrays are not
         is_there = isinstance(x, jax.Array) and x.committed and x.sharding.device_set == own.sharding.device_set
+        if is_there and own.sharding.is_fully_replicated and own.sharding.is_fully_addressable:
+            is_there = x.sharding.is_fully_replicated  # of explicit axes nothing is gathered by itself
         return jax.device_put(x, jax.memory.Space.Device) if is_there else put_replicated(x, own.sharding)
     # A committed array stays committed wherever JAX puts it, unless it goes through the host.
     return jax.device_put(np.asarray(x)) if isinstance(x, np.ndarray) or x.committed else x
