@@ -24,7 +24,7 @@ from jaxkv._core.blocks.row_snapshots import RowSnapshots, compact_snapshots, pu
 from jaxkv._core.blocks.slot_allocator import place_states, put_row_states
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
-from jaxkv._core.cache.data_parallel import RowShards
+from jaxkv._core.cache.data_parallel import RowShards, leave_mesh
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.columns import are_too_long
@@ -160,7 +160,8 @@ def put_saved(
     for i, shard in enumerate(shards):
         own = target // number == i
         places = source[own], target[own] - i * number
-        found.append(_put(path, saved, tensors, shard.config, shard, *places, partial_windows))
+        with leave_mesh(into):
+            found.append(_put(path, saved, tensors, shard.config, shard, *places, partial_windows))
     return into.with_shards(found), target.tolist()
 
 

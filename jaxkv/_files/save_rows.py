@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv._core.blocks.restore import pool_layers
 from jaxkv._core.cache.cache import Cache, check_cache
-from jaxkv._core.cache.data_parallel import RowShards
+from jaxkv._core.cache.data_parallel import RowShards, leave_mesh
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.arguments import require_host, row_indices
 from jaxkv._core.state.multihost import is_local
@@ -69,7 +69,8 @@ def save(
 
     saved = _describe_written(written, config, model, {} if metadata is None else metadata)
     if is_local(cache.pools):
-        write(file, config)
+        with leave_mesh(cache):
+            write(file, config)
     else:
         assert isinstance(cache, Cache)
         shards = SavedShards(cache)

@@ -106,6 +106,18 @@ def test_each_device_computes_as_if_it_were_alone(tmp_path):
         jaxkv.by_rows(jaxkv.extend)(cache, jnp.ones(3, jnp.int32))
 
 
+@pytest.mark.parametrize("axes", ["auto", "explicit"])
+def test_files_where_a_mesh_is_set(axes, tmp_path):
+    mesh, path = make_mesh(axes, data=2), tmp_path / "rows"
+    with jax.set_mesh(mesh):
+        cache = jaxkv.init(CONFIG, mesh=mesh, rows="data")
+        cache = jax.jit(jaxkv.by_rows(jaxkv.extend))(cache, np.array([7, 2, 2, 4], np.int32))
+        jaxkv.save(path, cache)
+        back = jaxkv.load(path, into=jaxkv.init(CONFIG, mesh=mesh, rows="data"))
+        assert jax.sharding.get_abstract_mesh().axis_names == ("data",)
+    assert [shard.lengths.tolist() for shard in back.shards] == [[7, 2], [2, 4]]
+
+
 @pytest.mark.skipif(not NIGHTLY, reason="its programs take long to compile")
 @pytest.mark.parametrize(
     ("axes", "other"),

@@ -4,6 +4,7 @@ A block never leaves its device, so that work on rows needs no communication, an
 it would compute alone.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -82,7 +83,10 @@ class RowShards:
     @property
     def shards(self) -> list[Cache]:
         """Each device's rows as a cache of its own, on that device alone (or on those that heads and contexts are
-        divided over). For use outside `jit`. Nothing is copied, so that donating a shard invalidates both."""
+        divided over). Nothing is copied, so that donating a shard invalidates both.
+
+        For use outside `jit`, and outside `jax.set_mesh`, under which JAX takes no arrays of fewer devices than the
+        mesh has. A cache whose rows are divided needs none set."""
         mesh = self.mesh
         count = mesh.shape[self.axis]
         config = shard_config(self.config, count, self.axis)
@@ -129,6 +133,13 @@ def join_caches(shards: Sequence[Cache], specs: RowShards, mesh: Mesh) -> RowSha
         join_shards(leaf_shards, NamedSharding(mesh, spec)) for leaf_shards, spec in zip(by_leaf, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, found)
+
+
+def leave_mesh(cache: Any) -> contextlib.AbstractContextManager:
+    """Returns a context without the mesh of `jax.set_mesh`, for functions that go through a cache's shards."""
+    is_set = not jax.sharding.get_abstract_mesh().empty
+    nothing_set = Mesh(np.empty((), object), ())
+    return jax.set_mesh(nothing_set) if is_set and isinstance(cache, RowShards) else contextlib.nullcontext()
 
 
 def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Callable[..., Any]:
