@@ -150,7 +150,7 @@ def partition_specs(
 
     Raises:
       ValueError: there is no mesh, or it lacks an axis; heads, at least as many as devices, cannot be divided evenly;
-        with `context`, blocks cannot be divided evenly, or layers evict or store bounds.
+        with `context`, blocks cannot be divided evenly, or layers evict, store bounds or keep sink tokens.
 
     Striping a context over devices to balance their work follows Striped Attention (https://arxiv.org/abs/2311.09431).
 
