@@ -54,15 +54,19 @@ def unsupported(call: MixerCall) -> str | None:
         )
     if len(axes) == 2 and axes[1] == 1:
         return None
-    if call.op == "gated_delta_rule" and call.arrays["g"].ndim == call.arrays["v"].ndim:
-        return "There is no TPU kernel of gates by channel for more than a token of each row yet; XLA runs it."
     if call.batch.every is not None and call.batch.every % CHUNK:
         return (
             f"The TPU kernels take snapshots at the ends of chunks of {CHUNK} tokens, not after every "
             f"{call.batch.every}: choose a multiple, or leave it to XLA."
         )
     keys, values = (call.arrays[x] for x in (("k", "v") if call.op == "gated_delta_rule" else ("B", "x")))
-    need = state_prefill_bytes(keys.shape[-2:], values.shape[-2:], states.shape[1:], _is_wide(values))
+    by_channel = call.op == "gated_delta_rule" and call.arrays["g"].ndim == values.ndim
+    if by_channel and keys.shape[-1] % LANES:
+        return (
+            f"With gates by channel the TPU kernel of many tokens takes keys in multiples of {LANES}, not "
+            f"{keys.shape[-1]} keys: choose such a width, or leave it to XLA."
+        )
+    need = state_prefill_bytes(keys.shape[-2:], values.shape[-2:], states.shape[1:], _is_wide(values), by_channel)
     if need > VMEM_BYTES:
         return (
             f"{states.shape[1]} states of a row take {need / 2**20:.0f} MiB of vector memory: a kernel may have "
@@ -137,7 +141,8 @@ def gated_delta_rule(
             q, k, v, g, beta = tokens.values()
             g = jnp.maximum(g.astype(jnp.float32), LEAST_GATE)
             keys = q.astype(jnp.float32) * scale, k
-            return _prefill(keys, v, [g, beta], states, batch, v.dtype, _is_wide(v), interpret)
+            keys, numbers = ((*keys, g), [beta]) if g.ndim == v.ndim else (keys, [g, beta])
+            return _prefill(keys, v, numbers, states, batch, v.dtype, _is_wide(v), interpret)
 
         return _share(decode, prefill, dict(q=q, k=k, v=v, g=g, beta=beta), v.shape[:-2], states, batch)
     groups = states.shape[1] // heads_of_item(states)
@@ -234,7 +239,7 @@ def _share(
 
 
 def _prefill(
-    keys: tuple[jax.Array, jax.Array],
+    keys: tuple[jax.Array, ...],
     values: jax.Array,
     numbers: list[jax.Array],
     states: jax.Array,
@@ -248,12 +253,13 @@ def _prefill(
     flat, token = batch.flatten(axes), locate(axes, batch.kv_lens, batch.query_lens, batch.query_starts)
     row, position, valid = (x.reshape(-1) for x in (token.row, token.position, token.valid))
     chunks = list_chunks(flat, valid.size, states.shape[0])
-    q, k, v, *rates = (
-        gather_tokens(x.reshape(valid.size, *x.shape[len(axes) :]), chunks) for x in (*keys, values, *numbers)
+    found, (v, *rates) = (
+        [gather_tokens(x.reshape(valid.size, *x.shape[len(axes) :]), chunks) for x in arrays]
+        for arrays in (keys, (values, *numbers))
     )
-    stacked = jnp.stack([x.astype(jnp.float32) for x in rates], axis=1)
+    has_delta, stacked = len(found) + len(rates) > 3, jnp.stack([x.astype(jnp.float32) for x in rates], axis=1)
     y, states = prefill_states(
-        len(numbers) > 1, (q, k), v, stacked, states, chunks, dtype, exact=exact, interpret=interpret
+        has_delta, tuple(found), v, stacked, states, chunks, dtype, exact=exact, interpret=interpret
     )
     y = scatter_tokens(y, flat, row, position)
     return jnp.where(valid[:, None, None], y, jnp.zeros((), dtype)).reshape(values.shape), states

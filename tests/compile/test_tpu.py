@@ -74,8 +74,10 @@ def check_memory(kernels):
     "programs",
     [
         ("four", "qwen3-next", "qwen3-next-conv"),
+        *[("four", "kimi-linear:256:4")] * NIGHTLY,
         *[(chip,) for chip in ("v5e", "v5p", "v6e", "tpu7x")] * NIGHTLY,
         *[(chip, "small:256", "falcon-h1:256") for chip in ("v5e", "v5p", "v6e", "tpu7x")] * NIGHTLY,
+        *[(chip, "small-channels:256", "kimi-linear:256:4") for chip in ("v5e", "v5p", "v6e", "tpu7x")] * NIGHTLY,
     ],
 )
 @pytest.mark.timeout(1100, method="thread")
@@ -89,8 +91,9 @@ def test_states_stay_where_they_lie(programs):
         limit = (2**28, program["pool"] / 3) if program["tokens"] else (2**23, program["pool"] / 4)
         assert program["temp"] < min(limit), program
         assert not program["pool copies"] and not program["in vector memory"] and not program["collectives"], program
-        if program["model"]:  # of decode
-            assert program["used"] and max(program["used"]) <= program["model"] <= program["limit"], program
+        for kernel, used in program["used"].items():
+            assert used <= program["model"][kernel] <= program["limit"], program
+        assert len(program["used"]) == (2 if program["tokens"] else 1), program
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="the compiler takes long over shapes at the edge of what there is")

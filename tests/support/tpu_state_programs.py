@@ -1,6 +1,6 @@
 """Compiles the TPU kernels that update states for chips that are not there, and prints what the compiler says as JSON.
 
-`python tpu_state_programs.py CHIP FAMILY[:TOKENS] ...`; "four" is four v6e chips, over which heads are divided.
+`python tpu_state_programs.py CHIP FAMILY[:TOKENS[:ROWS]] ...`; "four" is four v6e chips, over which heads are divided.
 """
 
 import json
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels.tpu.pages import VMEM_BYTES
-from pallas_kernels.tpu.recurrence import state_decode
+from pallas_kernels.tpu.recurrence import state_decode, state_prefill
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1", "four": "v6e:2x2"}
 ROWS = 32
@@ -29,6 +29,7 @@ FAMILIES = {
     "qwen3-next": ("delta", 16, 32, 128, 128), "kimi-linear": ("channels", 32, 32, 128, 128),
     "nemotron-h": ("space", 8, 128, 64, 128), "granite4": ("space", 1, 48, 64, 128),
     "falcon-h1": ("space", 1, 24, 64, 256), "small": ("delta", 4, 8, 128, 128),
+    "small-channels": ("channels", 4, 8, 128, 128),
     # Convolutions: groups of channels, inputs that are kept, channels of a group.
     "qwen3-next-conv": ("conv", 0, 64, 3, 128), "kimi-linear-conv": ("conv", 0, 96, 3, 128),
     "nemotron-h-conv": ("conv", 0, 80, 3, 128), "falcon-h1-conv": ("conv", 0, 16, 3, 128),
@@ -60,7 +61,7 @@ def program(mesh, family, rows=ROWS, tokens=None):
         gates = token(heads, widths[0]) if kind == "channels" else token(heads)
         arrays = {"q": token(few, widths[0]), "k": token(few, widths[0]), "g": gates, "beta": token(heads)}
         arrays["v"] = token(heads, widths[1], dtype="bfloat16")
-    pool = array(8 * rows + 1, heads, *widths, spec=(None, head_axis), dtype=kept)
+    pool = array(8 * ROWS + 1, heads, *widths, spec=(None, head_axis), dtype=kept)
     rows_of_step = [array(rows, dtype="int32")] * 4 + [array(rows, 1, dtype="int32")]
     door, value = pallas_kernels.gated_delta_rule, "v"
     if kind in ("space", "conv"):
@@ -86,7 +87,10 @@ def program(mesh, family, rows=ROWS, tokens=None):
     with jax.set_mesh(mesh):
         compiled = jax.jit(step, donate_argnums=1).lower(arrays, [pool] * 2, *rows_of_step).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    used = re.findall(r'%state_decode[.\d]* = .*?"used_scoped_memory_configs":\[{[^]]*?"size":"(\d+)"}\]', text)
+    used: dict[str, int] = {}
+    sizes = r'%(state_\w+?)[.\d]* = .*?"used_scoped_memory_configs":\[{[^]]*?"size":"(\d+)"}\]'
+    for name, size in re.findall(sizes, text):
+        used[name] = max(used.get(name, 0), int(size))
     inner = f"{heads // chips},{widths[0]}", *[f"{widths[0]},{heads // chips}"] * (kind == "conv")
     shape = rf"\[{pool.shape[0]},({'|'.join(inner)}),{widths[1]}\]"
     return {
@@ -95,20 +99,24 @@ def program(mesh, family, rows=ROWS, tokens=None):
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
         "pool copies": len(re.findall(rf"= b?f\d+{shape}\S* copy", text)),
         "in vector memory": len(re.findall(shape + r"\{[^}]*S\(1\)\}", text)),
-        "used": [int(n) for n in used], "model": MODELS[-1] if MODELS else None, "limit": VMEM_BYTES,
+        "used": used, "model": dict(MODELS), "limit": VMEM_BYTES,
         "collectives": len(re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", text)),
     }  # fmt: skip
 
 
 def record_bytes():
-    """Lets the kernel's model of its vector memory be read: returns the list that takes what it says."""
-    found, model = [], state_decode.state_decode_bytes
+    """Lets the kernels' models of their vector memory be read: returns what they say last, by kernels."""
+    found = {}
 
-    def record(*arguments):
-        found.append(model(*arguments))
-        return found[-1]
+    def recorded(kernel, model):
+        def record(*arguments):
+            found[kernel] = model(*arguments)
+            return found[kernel]
 
-    state_decode.state_decode_bytes = record
+        return record
+
+    state_decode.state_decode_bytes = recorded("state_decode", state_decode.state_decode_bytes)
+    state_prefill.state_prefill_bytes = recorded("state_prefill", state_prefill.state_prefill_bytes)
     return found
 
 
@@ -122,8 +130,9 @@ def main(chip, *families):
     )
     mesh = Mesh(np.array(topology.devices[: side * side]), ("x",))
     for family in families or FAMILIES:
-        name, _, tokens = family.partition(":")
-        print(json.dumps(program(mesh, name, tokens=int(tokens) if tokens else None)), flush=True)
+        name, *sizes = family.split(":")
+        tokens, rows = [*map(int, sizes), *(None, ROWS)[len(sizes) :]]
+        print(json.dumps(program(mesh, name, rows, tokens)), flush=True)
 
 
 if __name__ == "__main__":

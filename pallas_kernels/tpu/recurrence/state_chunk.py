@@ -5,19 +5,21 @@ states. A grid step runs the three of items that follow each other, so that none
 keeps the program's order: products of a stage stand between those of the others, which wait long for each other.
 
 Products are those of `products`. Two heads' triangles of 64 x 64 lie side by side in lanes, for arithmetic on whole
-registers.
+registers. Where each channel of keys has a gate of its own, it is `channel_gates` that relates tokens.
 """
 
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.channel_groups import SUBLANES
 from pallas_kernels.tpu.pages import LANES, vector_bytes
+from pallas_kernels.tpu.recurrence.channel_gates import relate_channels
 from pallas_kernels.tpu.recurrence.products import (
     CHUNK,
     INNER,
@@ -39,46 +41,59 @@ STEP = 2.0**-11  # gates' first parts are multiples of it: sums of a chunk's hav
 STAGES = 3
 # In which stages' products stand in the program, by the stages' first letters; each stage runs to its end.
 ORDER = "rararsasasaar"
+ORDER_BY_CHANNEL = "rarrarrsrrarrsrrarrsrrarrar"
 
 
 class Stages(NamedTuple):
     """What stages leave to those that follow, in vector memory; shapes and dtypes, and references.
 
-    Two items' `queries`, `keys` and `attention` are kept, by turns: `advance` reads them when `relate` is two items on.
+    Two items' `queries`, `keys`, `ends` and `attention` are kept, by turns: `advance` reads them when `relate` is two
+    items on. With gates by channel H' is H, and queries and keys have gates in them.
     """
 
-    queries: Any  # bf16[2, H', parts, CHUNK, K]
+    queries: Any  # bf16[2, H', parts, CHUNK, K]: what reads the states
     keys: Any  # as queries
     attention: Any  # bf16[2, H, parts - 1, CHUNK, 2 CHUNK]: of queries to keys, with gates; parts side by side
     lower: Any  # f32[pairs of heads, CHUNK, 2 CHUNK]: what keys have of earlier ones
-    gates: Any  # bf16[4 padded_rows(H), 2 CHUNK]: three parts of each head's gates, and zeros
+    gates: Any  # bf16[4 padded_rows(H), spread]: three parts of each head's numbers, and zeros
     solver: Any  # bf16[H, parts - 1, 3 HALF, 2 HALF]: the first half's inverse, what lies below it, the second half's
-    spread: Any  # f32[H, 2 CHUNK, LANES]: gates in all lanes, since the chunk's start and till its end
+    # f32[H, spread, LANES]: the same in all lanes. Gates since the chunk's start, and those till its end times beta, of
+    # CHUNK tokens each; with gates by channel those of the chunk, of K channels, and beta of CHUNK tokens.
+    spread: Any
+    # With gates by channel, else None:
+    ends: Any = None  # as keys: with gates till the chunk's end
+    reach: Any = None  # f32[H, 2, CHUNK, K]: gates of eight tokens, since their start and till their end
+    near: Any = None  # f32[pairs of heads, 2, CHUNK, 2 CHUNK]: what keys and queries have of earlier ones of the eight
 
     @property
     def bytes(self) -> int:
         """What they take of vector memory."""
-        return sum(vector_bytes(*x) for x in self)
+        return sum(vector_bytes(x.shape, x.dtype) for x in jax.tree.leaves(self))
 
     def slot(self, number: Any) -> "Stages":
         """Returns references to what is kept of an item."""
-        return self._replace(
-            queries=self.queries.at[number], keys=self.keys.at[number], attention=self.attention.at[number]
-        )
+        names = ("queries", "keys", "attention", *["ends"] * (self.ends is not None))
+        return self._replace(**{name: getattr(self, name).at[number] for name in names})
 
 
-def stage_shapes(heads: int, keys: int, width: int, parts: int) -> Stages:
+def stage_shapes(heads: int, keys: int, width: int, parts: int, by_channel: bool) -> Stages:
     """Returns the shapes for so many heads of values and of keys, these of a width."""
-    few = jnp.bfloat16
-    return Stages(
-        ((2, keys, parts, CHUNK, width), few),
-        ((2, keys, parts, CHUNK, width), few),
-        ((2, heads, parts - 1, CHUNK, PAIR), few),
-        ((-(-heads // 2), CHUNK, PAIR), jnp.float32),
-        ((4 * padded_rows(heads), PAIR), few),
-        ((heads, parts - 1, 3 * HALF, 2 * HALF), few),
-        ((heads, PAIR, LANES), jnp.float32),
+    shape, few = jax.ShapeDtypeStruct, jnp.bfloat16
+    tokens = shape((2, heads if by_channel else keys, parts, CHUNK, width), few)
+    numbers, pairs = (width + CHUNK if by_channel else PAIR), -(-heads // 2)
+    stages = Stages(
+        tokens,
+        tokens,
+        shape((2, heads, parts - 1, CHUNK, PAIR), few),
+        shape((pairs, CHUNK, PAIR), jnp.float32),
+        shape((4 * padded_rows(heads), numbers), few),
+        shape((heads, parts - 1, 3 * HALF, 2 * HALF), few),
+        shape((heads, numbers, LANES), jnp.float32),
     )
+    if not by_channel:
+        return stages
+    reach, near = (heads, 2, CHUNK, width), (pairs, 2, CHUNK, PAIR)
+    return stages._replace(ends=tokens, reach=shape(reach, jnp.float32), near=shape(near, jnp.float32))
 
 
 def padded_rows(heads: int) -> int:
@@ -90,12 +105,13 @@ def run_stages(inputs, y_ref, states, first, stages: Stages, has_delta: bool) ->
     """Runs the three stages, of which the last advances the states from `first` on. What they compute is written when
     all is read: memory's order keeps nothing waiting."""
     writes: list[tuple[Any, Any, Any]] = []
+    by_channel = stages.ends is not None
     running = {
-        "r": relate(inputs, stages, has_delta, writes),
+        "r": relate_channels(inputs, stages, writes) if by_channel else relate(inputs, stages, has_delta, writes),
         "s": solve(stages, has_delta, writes),
         "a": advance(inputs.v, y_ref, states, first, stages, has_delta, writes),
     }
-    for name in ORDER:
+    for name in ORDER_BY_CHANNEL if by_channel else ORDER:
         next(running[name], None)
     for ref, place, x in writes:
         ref[place] = x
@@ -103,7 +119,7 @@ def run_stages(inputs, y_ref, states, first, stages: Stages, has_delta: bool) ->
 
 def relate(inputs, stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
     """Multiplies queries and keys by keys, and by the gates that lie between them."""
-    q_ref, k_ref, _, numbers_ref, _ = inputs
+    q_ref, k_ref, numbers_ref = inputs.q, inputs.k, inputs.numbers
     (own, digits), size = stages.keys.shape[:2], stages.spread.shape[0]
     key_of = [head // (size // own) for head in range(size)]
     pairs = [(head, min(head + 1, size - 1)) for head in range(0, size, 2)]
@@ -164,7 +180,13 @@ def advance(v_ref, y_ref, states, first, stages: Stages, has_delta: bool, writes
     parts = functools.partial(split, digits=digits)
     queries, keys = ([[x[i, part] for part in range(digits)] for i in range(own)] for x in stages[:2])
     read = [pack_left(_stack(k, q) if has_delta else q) for k, q in zip(keys, queries, strict=True)]
-    since_start, till_end = ([stages.spread[i, part] for i in heads] for part in (slice(CHUNK), slice(CHUNK, None)))
+    by_channel, border = stages.ends is not None, stages.spread.shape[1] - CHUNK
+    since_start, till_end = ([stages.spread[i, part] for i in heads] for part in (slice(border), slice(border, None)))
+
+    def forget(x, i):
+        """Returns what tokens read of the state, with gates since its time."""
+        return x if by_channel else x * _widen(since_start[i], x.shape[1])
+
     contract = INNER if has_delta else MINOR
     found = [multiply_left(read[key_of[i]], parts(states[first + i]), contract) for i in heads]
     yield
@@ -172,7 +194,7 @@ def advance(v_ref, y_ref, states, first, stages: Stages, has_delta: bool, writes
     width = u[0].shape[1]
     if has_delta:
         # What is yet to be multiplied by beta, which `between` and `till_end` have in them.
-        wanted = [u[i] - found[i][:CHUNK] * _widen(since_start[i], width) for i in heads]
+        wanted = [u[i] - forget(found[i][:CHUNK], i) for i in heads]
 
         def apply(place, xs):
             at = slice(place * HALF, (place + 1) * HALF)
@@ -192,6 +214,8 @@ def advance(v_ref, y_ref, states, first, stages: Stages, has_delta: bool, writes
     inner = [multiply_left([stages.attention[i, n] for n in range(digits - 1)], u_parts[i]) for i in heads]
     yield
     later = [parts(u[i] * _widen(till_end[i], width)) for i in heads]
+    if by_channel:
+        keys = [[stages.ends[i, part] for part in range(digits)] for i in range(own)]
     if has_delta:
         added = []
         for key in range(own):  # two heads of a key in one product
@@ -203,8 +227,8 @@ def advance(v_ref, y_ref, states, first, stages: Stages, has_delta: bool, writes
     else:
         added = [multiply_rows(later[i], keys[key_of[i]]) for i in heads]
     for i in heads:
-        y = found[i][-CHUNK:] * _widen(since_start[i], width) + inner[i]
-        decay = _widen(since_start[i][CHUNK - 1 :], states.shape[2])
+        y = forget(found[i][-CHUNK:], i) + inner[i]
+        decay = _widen(since_start[i] if by_channel else since_start[i][CHUNK - 1 :], states.shape[2])
         writes += [(y_ref, (0, i), y.astype(y_ref.dtype)), (states, first + i, states[first + i] * decay + added[i])]
 
 

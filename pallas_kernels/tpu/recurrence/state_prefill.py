@@ -49,6 +49,7 @@ class ChunkInputs(NamedTuple):
     k: Any  # as q
     v: Any  # [n, H, CHUNK, V]
     numbers: Any  # f32[n, groups of heads, numbers times padded_rows(heads of a group), CHUNK]: a row for each head
+    gates: Any  # f32[n, H, CHUNK, K], logarithms, if by channel, else None
     pool: Any  # [slots, H, ., .]
 
 
@@ -128,7 +129,9 @@ def heads_of_step(heads: int, share: int) -> int:
     return max(n for n in range(1, HEADS + 1) if not heads % n and (not n % share or not share % n))
 
 
-def state_prefill_bytes(keys: tuple[int, ...], values: tuple[int, ...], states: tuple[int, ...], exact: bool) -> int:
+def state_prefill_bytes(
+    keys: tuple[int, ...], values: tuple[int, ...], states: tuple[int, ...], exact: bool, by_channel: bool
+) -> int:
     """Returns what the kernel takes of vector memory.
 
     Args:
@@ -136,10 +139,12 @@ def state_prefill_bytes(keys: tuple[int, ...], values: tuple[int, ...], states: 
     """
     (few, *_, depth), (heads, *_, width) = keys, values
     size, own = _divide_heads(heads, few)
-    blocks = (2 * own, CHUNK, depth), (2 * size, CHUNK, width), (2, padded_rows(size), CHUNK)
+    blocks = [(2 * own, CHUNK, depth), (2 * size, CHUNK, width), (2, padded_rows(size), CHUNK)]
+    blocks += [(size, CHUNK, depth)] * by_channel
     return (
-        4 * SPILL_BYTES // 3  # 6.1 MiB were seen, of 16 heads in float32 on a v5p
-        + stage_shapes(size, own, depth, _digits(exact)).bytes
+        # 6.1 MiB were seen, of 16 heads in float32 on a v5p; by channel 8.1.
+        (2 * SPILL_BYTES if by_channel else 4 * SPILL_BYTES // 3)
+        + stage_shapes(size, own, depth, _digits(exact), by_channel).bytes
         + vector_bytes(states, jnp.float32)
         + 2 * sum(vector_bytes(shape, jnp.float32) for shape in blocks)
     )
@@ -157,7 +162,7 @@ def _digits(exact: bool) -> int:
 
 def prefill_states(
     has_delta: bool,
-    keys: tuple[jax.Array, jax.Array],
+    keys: tuple[jax.Array, ...],
     values: jax.Array,
     numbers: jax.Array,
     states: jax.Array,
@@ -171,13 +176,17 @@ def prefill_states(
 
     Args:
       has_delta: whether states learn what they lack of values; else they are `[slots, H, V, K]`.
-      keys: q and k `[n, H', CHUNK, K]`, 0 where there is no token, as all that follows.
+      keys: q and k `[n, H', CHUNK, K]`, 0 where there is no token, as all that follows; if by channel, logarithms of
+        gates `[n, H, CHUNK, K]`.
       values: `[n, H, CHUNK, V]`.
-      numbers: f32 `[n, m, H, CHUNK]`: logarithms of gates, and with delta beta.
+      numbers: f32 `[n, m, H, CHUNK]`: logarithms of gates, unless by channel, and with delta beta.
       dtype: of the outputs.
       exact: whether products have all digits of float32; else 16 of its 24 bits, for values that came with 8.
     """
     count, heads, _, width = values.shape
+    by_channel = len(keys) > 2
+    if by_channel:
+        keys = tuple(x.astype(jnp.float32) for x in keys)  # rows of registers are read one by one
     share, (size, own) = heads // keys[0].shape[1], _divide_heads(heads, keys[0].shape[1])
     groups = heads // size
     lines = jnp.moveaxis(numbers.reshape(count, -1, groups, size, CHUNK), 2, 1)  # [n, groups, m, size, CHUNK]
@@ -196,18 +205,19 @@ def prefill_states(
         return pl.BlockSpec((1, *shape), place)
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    arrays = (*keys, values, lines)
+    arrays = (*keys[:2], values, lines, keys[2] if by_channel else None)
+    given = jax.tree.leaves(arrays)
     depth = keys[0].shape[-1]
-    y = output((count, heads, CHUNK, width), dtype, states, *arrays)
+    y = output((count, heads, CHUNK, width), dtype, states, *given)
     of_keys, of_values = blocks(own, CHUNK, depth, steps=max(1, share // size)), blocks(size, CHUNK, width, late=True)
-    of_numbers = blocks(1, *lines.shape[2:])
+    of_numbers, of_gates = blocks(1, *lines.shape[2:]), blocks(size, CHUNK, depth) if by_channel else None
     scalars = ChunkScalars(chunks.source, chunks.target, chunks.snapshot, chunks.total)
     inputs = ChunkInputs(*arrays, states)
-    outputs = ChunkOutputs(y, output(states.shape, states.dtype, states, *arrays))
-    stages = stage_shapes(size, own, depth, _digits(exact))
+    outputs = ChunkOutputs(y, output(states.shape, states.dtype, states, *given))
+    stages = stage_shapes(size, own, depth, _digits(exact), by_channel)
     scratch = ChunkScratch(
         pltpu.VMEM(states.shape[1:], states.dtype),
-        Stages(*(pltpu.VMEM(*x) for x in stages)),
+        jax.tree.map(lambda x: pltpu.VMEM(x.shape, x.dtype), stages),
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.SemaphoreType.DMA((groups + 1,)),
     )
@@ -216,22 +226,24 @@ def prefill_states(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(count + -(-(STAGES - 1) // groups), groups),
-            in_specs=(ChunkInputs(of_keys, of_keys, of_values, of_numbers, hbm),),
+            in_specs=(ChunkInputs(of_keys, of_keys, of_values, of_numbers, of_gates, hbm),),
             out_specs=(ChunkOutputs(of_values, hbm),),
             scratch_shapes=(scratch,),
         ),
         out_shape=(outputs,),
-        input_output_aliases={len(scalars) + len(arrays): 1},  # the pools
+        input_output_aliases={len(scalars) + len(given): 1},  # the pools
         cost_estimate=pl.CostEstimate(
             flops=8 * count * heads * CHUNK * depth * width,
             transcendentals=count * heads * CHUNK * CHUNK,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*arrays, values)),
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*given, values)),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",) * 2,
             disable_bounds_checks=True,
             disable_semaphore_checks=True,
-            vmem_limit_bytes=state_prefill_bytes(keys[0].shape[1:], values.shape[1:], states.shape[1:], exact),
+            vmem_limit_bytes=state_prefill_bytes(
+                keys[0].shape[1:], values.shape[1:], states.shape[1:], exact, by_channel
+            ),
         ),
         interpret=interpret,
         name="state_prefill",

@@ -24,6 +24,13 @@ pytestmark = pytest.mark.timeout(240, method="thread")
 FOLDER = pathlib.Path(tpu.__file__).parent
 SOURCES = Sources(FOLDER, "pallas_kernels.tpu")
 TWO_HEADS = 2 * 16 * 128 * 4  # bytes of an item: half of a row, so that there are twice as many
+# Row 1 goes on from a snapshot's position, in the slot that it shares; row 3 from the middle of a chunk.
+CHUNKS = Mixing(
+    before=(0, 64, 3, 70), new=(70, 2, 0, 60), slots=(2, 5, 0, 1), to_slots=(2, 6, 0, 1),
+    snapshots=(3, -1, -1, 8), packed=True, every=64,
+)  # fmt: skip
+CHANNEL_CHUNKS = CHUNKS._replace(by_channel=True)
+IN_CHUNKS = {"delta": CHUNKS, "channels": CHANNEL_CHUNKS, "space": CHUNKS._replace(op="state_space")}
 names = (f"broken_tpu_states_{i}" for i in itertools.count())
 
 
@@ -113,7 +120,13 @@ def test_batches_and_scans(fields):
     check(interpreter.run(scanned, layers, mode=PLAIN), case, arrays[1] | {"states": jnp.asarray(after)})
 
 
-@pytest.mark.parametrize("case", [DELTA, *[CONVOLUTION, DELTA._replace(new=(1, 3, 0, 1, 70), every=64)] * NIGHTLY])
+@pytest.mark.parametrize(
+    "case",
+    [
+        DELTA,
+        *[CONVOLUTION, DELTA._replace(new=(1, 3, 0, 1, 70), every=64), CHANNEL_CHUNKS._replace(packed=False)] * NIGHTLY,
+    ],
+)
 def test_heads_over_devices(case):
     mesh, arrays = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",)), make_arrays(case)
     heads, whole = jax.P(None, None, "x"), jax.P()
@@ -152,8 +165,9 @@ def test_the_choice_is_explained():
     for sentence, choice in refused.items():
         assert choice.implementation == "xla" and sentence in choice.reason, choice
     assert explain((4, 70)).implementation == explain((70,)).implementation == "tpu"
-    by_channel = explain((70,), g=shape(70, 4, 128))
-    assert by_channel.implementation == "xla" and "gates by channel" in by_channel.reason
+    assert explain((70,), g=shape(70, 4, 128)).implementation == "tpu"
+    narrow = explain((70,), widths=(64, 128), g=shape(70, 4, 64))
+    assert narrow.implementation == "xla" and "64 keys" in narrow.reason, narrow
     x, gates = shape(70, 512, 128), shape(70, 512)
     many = dict(q=x, k=x, v=x, g=gates, beta=gates, states=shape(9, 512, 128, 128))
     many = pallas_kernels.explain("gated_delta_rule", **many, platform="tpu")
@@ -186,24 +200,25 @@ def test_the_choice_for_a_convolution_is_explained():
         assert choice.implementation == "xla" and sentence in choice.reason, choice
 
 
-# Row 1 goes on from a snapshot's position, in the slot that it shares; row 3 from the middle of a chunk.
-CHUNKS = Mixing(
-    before=(0, 64, 3, 70), new=(70, 2, 0, 60), slots=(2, 5, 0, 1), to_slots=(2, 6, 0, 1),
-    snapshots=(3, -1, -1, 8), packed=True, every=64,
-)  # fmt: skip
-
-
-def chunks(op, packed):
-    return CHUNKS._replace(op=op, packed=packed)
-
-
 @pytest.mark.parametrize("mode", interpreter.MODES)
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("op", ["gated_delta_rule", "state_space"])
-def test_chunks_of_tokens(op, packed, mode):
-    if not NIGHTLY and (op, packed, mode) not in (("gated_delta_rule", True, "races"), ("state_space", False, "plain")):
+@pytest.mark.parametrize("name", IN_CHUNKS)
+def test_chunks_of_tokens(name, packed, mode):
+    by_day = ("delta", True, "races"), ("channels", True, "races"), ("space", False, "plain")
+    if not NIGHTLY and (name, packed, mode) not in by_day:
         pytest.skip("by day each mixer runs in one layout and mode")
-    run(chunks(op, packed), interpreter.MODES[mode])
+    run(IN_CHUNKS[name]._replace(packed=packed), interpreter.MODES[mode])
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="many chunks")
+def test_rows_of_all_lengths_with_gates_by_channel():
+    """About the ends of chunks, and of the blocks within them; the last row shares what the one before read."""
+    new = 0, 1, 15, 16, 17, 127, 128, 129, 300
+    case = Mixing(
+        by_channel=True, before=(5, 0, 1, 64, 63, 2, 0, 100, 100), new=new, slots=(0, 1, 2, 3, 4, 5, 6, 7, 7),
+        to_slots=(0, 1, 2, 3, 4, 5, 6, 8, 7), snapshots=(-1,) * 7 + (9, 10), packed=True, every=128, heads=2,
+    )  # fmt: skip
+    run(case, RACES, tolerance=2e-5)
 
 
 # Three heads of one key: the last one has no second beside it where triangles' blocks are inverted.
@@ -211,8 +226,6 @@ SHORT = CHUNKS._replace(dtypes=("bfloat16", "float32"), heads=3)
 # A row begins behind one whose states leave.
 EMPTIED = CHUNKS._replace(before=(64, 0, 3, 70), new=(2, 70, 0, 60), snapshots=(-1, 3, -1, 8))
 OWN_KEYS = CHUNKS._replace(keys=4)  # two heads whose triangles lie side by side have not one key
-
-
 # Rows of one token go by the kernel of these, beside the others.
 MIXED = Mixing(
     before=(5, 0, 3, 63, 70), new=(1, 70, 0, 1, 2), slots=(2, 5, 0, 1, 4), to_slots=(2, 6, 0, 7, 4),
@@ -234,6 +247,7 @@ EVERY_COUNT = MIXED._replace(
         MIXED,
         *[case._replace(packed=packed, op=op) for case in (MIXED, CHAIN, EVERY_COUNT) for packed in (True, False)
           for op in ("gated_delta_rule", "state_space")] * NIGHTLY,
+        *[MIXED._replace(by_channel=True)] * NIGHTLY,
     ],
 )  # fmt: skip
 def test_rows_of_one_token_beside_others(case):
@@ -249,9 +263,13 @@ def test_chunks_of_values_of_16_bits():
     [
         (OWN_KEYS, 2),  # heads of a grid step, at most: here an item follows another of the same chunk
         *[
+            (OWN_KEYS._replace(by_channel=True), 2),
+            (CHANNEL_CHUNKS, 1),
+            (SHORT._replace(by_channel=True), 16),
+            (CHANNEL_CHUNKS._replace(new=(0,) * 4, to_slots=(-1,) * 4), 16),
             (CHUNKS, 1),  # two items read a key
             (EMPTIED, 2),
-            (CHUNKS._replace(op="state_space"), 2),
+            (IN_CHUNKS["space"], 2),
             (CHUNKS._replace(heads=10, before=(3,), new=(70,), slots=(5,), to_slots=(6,), snapshots=(-1,)), 16),
             (CHUNKS._replace(new=(0,) * 4, to_slots=(-1,) * 4), 16),
         ]
@@ -264,9 +282,11 @@ def test_heads_of_chunks(case, most, monkeypatch):
     run(case, RACES)
 
 
-def check_strong_gates(module=mixers):
+def check_strong_gates(module=mixers, by_channel=False):
     """Half of all gates forget all, the others next to nothing: sums are large, and what lies between tokens small."""
     case = CHUNKS._replace(before=(3,), new=(70,), slots=(5,), to_slots=(6,), snapshots=(-1,))
+    if by_channel:
+        case = case._replace(by_channel=True, heads=2)
     arrays = make_arrays(case)
     weak = np.random.default_rng(1).random(arrays["g"].shape) < 0.5
     arrays["g"] = jnp.where(weak & (arrays["g"] == arrays["g"]), arrays["g"] / 4096, 32 * arrays["g"])
@@ -275,6 +295,11 @@ def check_strong_gates(module=mixers):
 
 def test_sums_of_strong_gates():
     check_strong_gates()
+
+
+def test_strong_gates_by_channel():
+    """A channel forgets all between two tokens, or nothing, whatever it does between others."""
+    check_strong_gates(by_channel=True)
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="by day the sums as they are pass")
@@ -514,8 +539,104 @@ CONTROLS = {
               "few, many, is_many = share_rows(flat._replace(to_slots=None), 2, states.shape[0])\n"
               "few, many = (own._replace(to_slots=flat.to_slots) for own in (few, many))"),
     ),
+    "earlier keys without their gates": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("GatedTokens.join", "k[0] * till[0]", "k[0]"),
+    ),
+    "later keys without their gates": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("GatedTokens.join", "k[1] * since[1]", "k[1]"),
+    ),
+    "queries without their gates": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("GatedTokens.join", "q[1] * since[1]", "q[1]"),
+    ),
+    "blocks joined without the former's gates": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("GatedTokens.join", "since[1] * first", "since[1]"),
+    ),
+    "blocks joined without the latter's gates": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("GatedTokens.join", "till[0] * second", "till[0]"),
+    ),
+    "half of a block's gates for all": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("GatedTokens.join", "first * second", "first"),
+    ),
+    "gates of eight tokens' first for all": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("_far_tokens", "since[:, SUBLANES - 1 :]", "since[:, :1]"),
+    ),
+    "gates till the end of eight tokens where those since their start belong": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("_far_tokens", "stages.reach[head, 0]", "stages.reach[head, 1]"),
+    ),
+    "a query's own key left out": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("Triangles.add_diagonal", "self.block == place", "self.block == -1"),
+    ),
+    "keys of a block itself for those of the one before": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("Triangles.add_blocks", "self.block // size == place // size - 1", "self.block // size == place // size"),
+    ),
+    "products of the first of two heads for both": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("Triangles.add_blocks", "_beside(found[0, kind, i], found[1, kind, i])", "found[0, kind, i]"),
+    ),
+    "second parts of earlier keys left out": (
+        SHORT._replace(by_channel=True), PLAIN,
+        Plant("Triangles.add_blocks", "pltpu.roll(product, PAIR - SUBLANES * size, 1)", "0 * product"),
+    ),
+    "third parts of keys left out": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("channel_gates:_multiply", "digits == 3", "digits > 3"),
+    ),
+    "tokens eight apart left in their order": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("Triangles.leave", "jnp.take_along_axis(x, turned, axis=1, mode='promise_in_bounds')", "x"),
+    ),
+    "what eight tokens have of each other for what they have of others": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("Triangles.join", "self.block == i", "self.block <= i"),
+    ),
+    "gains not multiplied by beta": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("Triangles.join", "x * beta", "x"),
+    ),
+    "beta of the first of two heads for both": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("relate_channels", "beta[pair[-1] : pair[-1] + 1]", "beta[pair[0] : pair[0] + 1]"),
+    ),
+    "attention of the first of two heads for both, by channel": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("relate_channels", "head % 2 * CHUNK", "0 * head"),
+    ),
+    "a chunk's gates left out of its state": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("relate_channels", "own.total[0, :1]", "jnp.ones_like(own.total[0, :1])"),
+    ),
+    "keys of other heads": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("relate_channels", "head // (size // num_keys)", "0 * head"),
+    ),
+    "keys as the state reads them for what they add": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("state_chunk:advance", "stages.ends[i, part]", "stages.keys[i, part]"),
+    ),
+    "queries without gates since the chunk's start": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("GatedTokens.finish", "self.q * self.since", "self.q"),
+    ),
+    "what keys read of the state without gates": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("GatedTokens.finish", "self.k * self.since", "self.k"),
+    ),
+    "what the next item leaves read for this one's, by channel": (
+        CHANNEL_CHUNKS, PLAIN,
+        Plant("state_prefill:_kernel", "number & 1", "0 * number"),
+    ),
     "what stands at a chunk's end forgotten less": (
-        CHUNKS._replace(op="state_space"), PLAIN,
+        IN_CHUNKS["space"], PLAIN,
         Plant("state_chunk:advance", "u[i] * _widen(till_end[i], width)", "u[i]"),
     ),
 }  # fmt: skip
