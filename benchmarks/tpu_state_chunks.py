@@ -2,13 +2,16 @@
 
     JAXKV_COMPILE_SITE=.venv/compile python benchmarks/tpu_state_chunks.py [chip ...] [--peer FOLDER]
 
-One row of 128 and of 256 tokens with Qwen3-Next's heads: what a further chunk of 64 costs is half of the difference.
+One row of 128 and of 256 tokens with Qwen3-Next's heads, and with Kimi Linear's, whose gates are by channel: what a
+further chunk of 64 costs is half of the difference. Beside the latter four chunks of 16 tokens as XLA computes them,
+without what lies around them in its scan.
 A mixed step of 256 tokens: 31 rows of one each, and a prompt, all of them in chunks or shared out as they are.
 With the folder of the tpu-inference repository its kernel runs in the same model, see `tpu_states_peer.py`: over two
 and four rows of one chunk each, and in decode over 32 rows.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
@@ -28,8 +31,11 @@ from pallas_kernels.tpu import mixers
 from pallas_kernels.tpu.recurrence.products import CHUNK
 from pallas_kernels.tpu.recurrence.state_decode import StateItems
 from pallas_kernels.tpu.recurrence.state_prefill import ChunkScalars
+from pallas_kernels.xla.recurrence import CHUNK_BY_CHANNEL, TokenInputs, run_chunk
 
 HEADS = FAMILIES["Qwen3-Next"][1:]  # of keys, of values, and their widths
+OURS = {"ours": "Qwen3-Next", "ours, gates by channel": "Kimi Linear"}
+XLA = "XLA, gates by channel"
 DTYPES = ("bfloat16", "float32")  # of values
 PEER = "fused_conv1d_gdn"
 
@@ -70,7 +76,7 @@ def replace_scalars(chunks: int, alone: int = 0, decoded: int = 0) -> None:
     pl.pallas_call = call
 
 
-def compile_chunks(array: Callable[..., Any], tokens: int, dtype: str, form: str = "") -> None:
+def compile_chunks(array: Callable[..., Any], tokens: int, dtype: str, family: str, form: str = "") -> None:
     """Compiles a step of one layer and one row, or a mixed one in one of its forms."""
     rows = ROWS if form else 1
     if form == FORMS[0]:
@@ -78,9 +84,11 @@ def compile_chunks(array: Callable[..., Any], tokens: int, dtype: str, form: str
         replace_scalars(-(-(tokens - rows + 1) // CHUNK), rows - 1)
     else:
         replace_scalars(-(-(tokens - rows + 1) // CHUNK), decoded=rows - 1)
-    few, heads, width, value_width = HEADS
+    kind, few, heads, width, value_width = FAMILIES[family]
     keys, gates = array(tokens, few, width), array(tokens, heads)
     arrays = dict(q=keys, k=keys, v=array(tokens, heads, value_width, dtype=dtype), g=gates, beta=gates, scale=array())
+    if kind == "channels":
+        arrays["g"] = array(tokens, heads, width)
     states, row = array(4 * ROWS + 1, heads, width, value_width), array(rows, dtype="int32")
 
     def program(states, arrays, row):
@@ -89,21 +97,36 @@ def compile_chunks(array: Callable[..., Any], tokens: int, dtype: str, form: str
     jax.jit(program, donate_argnums=0).lower(states, arrays, row).compile()
 
 
-def compile_step(chip: str, tokens: int, dtype: str, folder: str = "", rows: int = 1, form: str = "") -> None:
+def compile_xla(array: Callable[..., Any]) -> None:
+    """Compiles a chunk of one row as XLA's scan has it."""
+    _, _, heads, width, value_width = FAMILIES["Kimi Linear"]
+    keys, values = (array(1, CHUNK_BY_CHANNEL, heads, n) for n in (width, value_width))
+    inputs = TokenInputs(keys, keys, values, keys, array(1, CHUNK_BY_CHANNEL, heads))
+    run = functools.partial(run_chunk, transposed=False)
+    jax.jit(run, donate_argnums=1).lower(inputs, array(1, heads, width, value_width)).compile()
+
+
+def compile_step(
+    chip: str, tokens: int, dtype: str, family: str, folder: str = "", rows: int = 1, form: str = ""
+) -> None:
     """Compiles ours, or with a folder tpu-inference's, for a chip that is not there."""
     mesh, array = one_chip(chip)
     with jax.set_mesh(mesh):
         if folder:
             tpu_states_peer.compile_peer(folder, chip, array, rows, tokens, HEADS)
+        elif family == XLA:
+            compile_xla(array)
         else:
-            compile_chunks(array, tokens, dtype, form)
+            compile_chunks(array, tokens, dtype, family, form)
 
 
 def measure(chip: str, kernel: str, *arguments: Any) -> tuple[int, int]:
-    """Returns the cycles of the kernel, and of all operations."""
+    """Returns the cycles of the kernel, 0 if it is XLA that runs, and of all operations."""
     from tpu_cycles import profile
 
     made = profile(chip, kernel, *arguments, script=pathlib.Path(__file__))
+    if arguments[-1] == XLA:
+        return 0, sum(made.cycles.values())
     if len(made.kernels) != 1:
         raise RuntimeError(f"The compiler made no profile: {made.error}")
     ((cycles, _, _),) = made.kernels.values()
@@ -114,7 +137,7 @@ def measure_mixed(chip: str, form: str) -> tuple[int, int]:
     """Returns the cycles of all kernels of a mixed step, and of all operations."""
     from tpu_cycles import profile
 
-    made = profile(chip, "state_", 8 * ROWS, DTYPES[0], form, script=pathlib.Path(__file__))
+    made = profile(chip, "state_", 8 * ROWS, DTYPES[0], OURS["ours"], form, script=pathlib.Path(__file__))
     if len(made.kernels) != 1 + FORMS.index(form):
         raise RuntimeError(f"The compiler made no profile: {made.error}")
     return sum(cycles for cycles, _, _ in made.kernels.values()), sum(made.cycles.values())
@@ -129,9 +152,13 @@ def main() -> None:
     parser.add_argument("--peer", metavar="FOLDER", help="of tpu-inference: its kernel beside ours")
     given, rows = parser.parse_args(), []
     for chip in given.chips:
-        works = [(f"ours, values in {dtype}", [("state_prefill", n, dtype) for n in (128, 256)]) for dtype in DTYPES]
+        works = [
+            (f"{name}, values in {dtype}", [("state_prefill", n, dtype, family) for n in (128, 256)])
+            for name, family in OURS.items()
+            for dtype in DTYPES
+        ]
         if given.peer:
-            works.append(("tpu-inference", [(PEER, CHUNK, "", given.peer, n) for n in (2, 4)]))
+            works.append(("tpu-inference", [(PEER, CHUNK, "", "", given.peer, n) for n in (2, 4)]))
         for name, (two, four) in works:
             (cycles, layer), (more, _) = measure(chip, *two), measure(chip, *four)
             rows.append({"chip": chip, "kernel": name, "two chunks": cycles, "layer": layer})
@@ -141,8 +168,11 @@ def main() -> None:
             cycles, layer = measure_mixed(chip, form)
             rows.append({"chip": chip, "kernel": f"a mixed step, {form}", "cycles": cycles, "layer": layer})
             print(json.dumps(rows[-1]), flush=True)
+        cycles = measure(chip, "", CHUNK_BY_CHANNEL, "", XLA)[1]
+        rows.append({"chip": chip, "kernel": XLA, "a further chunk": CHUNK // CHUNK_BY_CHANNEL * cycles})
+        print(json.dumps(rows[-1]), flush=True)
         if given.peer:
-            decode = measure(chip, PEER, 1, "", given.peer, ROWS)[0]
+            decode = measure(chip, PEER, 1, "", "", given.peer, ROWS)[0]
             rows.append({"chip": chip, "kernel": f"tpu-inference, decode of {ROWS} rows", "cycles": decode})
             print(json.dumps(rows[-1]), flush=True)
     table(rows)
@@ -152,8 +182,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 3 and sys.argv[2].isdigit():
-        chip, tokens, dtype, *others = sys.argv[1:]
+        chip, tokens, dtype, family, *others = sys.argv[1:]
         form, peer = (others[0], []) if others and others[0] in FORMS else ("", others)
-        compile_step(chip, int(tokens), dtype, *peer[:1], *map(int, peer[1:]), form=form)
+        compile_step(chip, int(tokens), dtype, family, *peer[:1], *map(int, peer[1:]), form=form)
     else:
         main()

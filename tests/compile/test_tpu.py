@@ -155,14 +155,15 @@ def test_a_cache_over_four_chips():
         assert program["temp"] < 2**21, program
 
 
-@skip_by_day("four programs to compile")
+@skip_by_day("five programs to compile")
 @pytest.mark.parametrize(
     ("script", "options"),
     [
         ("tpu_programs.py", ("decode 8 x 1024", "0", "1")),
         ("tpu_programs.py", ("prefill of 1,024 tokens", "0", "1")),
         ("tpu_states.py", ("Qwen3-Next", "0", "kernel")),
-        ("tpu_state_chunks.py", ("128", "bfloat16")),
+        ("tpu_state_chunks.py", ("128", "bfloat16", "Qwen3-Next")),
+        ("tpu_state_chunks.py", ("128", "bfloat16", "Kimi Linear")),
     ],
 )
 def test_what_the_cycle_model_is_asked_about_compiles(script, options):
