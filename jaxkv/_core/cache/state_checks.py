@@ -43,8 +43,8 @@ def describe_snapshots(cache: Cache, rows: Iterable[int]) -> str:
     if cache.config.snapshot_every is None:
         return ""
     found = snapshots(cache)
-    held = {r: f"snapshots of {', '.join(map(str, found[r]))} tokens" if found[r] else "no snapshots" for r in rows}
-    return f"; {' and '.join(f'row {r} has {words}' for r, words in held.items())}"
+    phrases = {r: f"snapshots of {', '.join(map(str, found[r]))} tokens" if found[r] else "no snapshots" for r in rows}
+    return f"; {' and '.join(f'row {r} has {words}' for r, words in phrases.items())}"
 
 
 def check_states(cache: Cache) -> None:
