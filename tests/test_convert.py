@@ -249,6 +249,10 @@ FLAX = {"cached_key": K[0], "cached_value": K[0], "cache_index": 3}
         (lambda c: c.from_dense(K, V[:1], LENGTHS), "must have one array per layer each, but have 2 and 1"),
         (lambda c: c.from_dense([K[0], K[1][:2]], [V[0], V[1][:2]], LENGTHS), r"layer 1 has \(2, 12, 1, 5\)"),
         (lambda c: c.from_dense(K, V[::-1], LENGTHS), "layer 0 has"),
+        (
+            lambda c: c.from_dense(K[0], V[0], LENGTHS),
+            r"\[layers, S, C, K, D\] in all, but k of layer 0 is \[\d+, \d+, \d+\]",
+        ),
         (lambda c: c.from_dense(K, V, [13, 0, 0, 0]), "lengths must be from 0 to 12, but are"),
         (lambda c: c.from_dense(K, V, [-1, 0, 0, 0]), "lengths must be from 0 to 12, but are"),
         (lambda c: c.from_dense(K, V, [1, 2]), r"one integer for each of the 4 rows, not int64\[2\]"),

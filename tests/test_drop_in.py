@@ -216,7 +216,11 @@ def test_without_a_cache_the_functions_are_theirs():
 @pytest.mark.parametrize(
     ("function", "arguments", "says"),
     [
-        ("dot_product_attention", dict(bias=Q), "with a cache takes no bias: leave it out"),
+        (
+            "dot_product_attention",
+            dict(bias=Q),
+            r"with a cache takes no bias \(a slope by distance is alibi=, True and False mask=\): leave it out",
+        ),
         ("dot_product_attention", dict(dropout_rate=0.1), "takes no dropout_rate"),
         ("dot_product_attention", dict(cache=None, sinks=Q), "without a cache takes no sinks"),
         ("dot_product_attention", dict(mask=jnp.ones((ROWS, HEADS, 6, 6))), "must broadcast to .S, 1, T, C., one for"),

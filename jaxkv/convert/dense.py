@@ -44,8 +44,13 @@ def from_dense(
         raise ValueError(f"k and v must have one array per layer each, but have {len(k)} and {len(v)}.")
     k, v = [as_array(x) for x in k], [None if x is None else as_array(x) for x in v]
     for i, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
+        if one_k.ndim != 4:
+            raise ValueError(
+                f"k and v must be [S, C, K, D] in every layer, [layers, S, C, K, D] in all, but k of layer {i} is "
+                f"{list(one_k.shape)}."
+            )
         alike = one_v is None or one_k.shape[:-1] == one_v.shape[:-1]  # values may have a width of their own
-        if one_k.ndim != 4 or not alike or one_k.shape[:2] != k[0].shape[:2]:
+        if not alike or one_k.shape[:2] != k[0].shape[:2]:
             raise ValueError(
                 f"k and v must be [S, C, K, D] in every layer, S and C the same, but layer {i} has {one_k.shape} and "
                 f"{np.shape(one_v)}, and layer 0 {k[0].shape}."

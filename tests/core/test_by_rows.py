@@ -152,3 +152,8 @@ def test_bad_meshes():
         jaxkv.init(CONFIG, rows="data")
     with pytest.raises(ValueError, match=r"by_rows needs a cache whose rows are divided.*, but there are \['Cache'"):
         jaxkv.by_rows(jaxkv.extend)(jaxkv.init(ONE), jnp.ones(2, jnp.int32))
+    cache = jaxkv.init(CONFIG, mesh=mesh, rows="data")
+    with pytest.raises(ValueError, match=r"Argument 1 .* single number, .* make an array of a list of numbers"):
+        jaxkv.by_rows(jaxkv.extend)(cache, [1] * CONFIG.max_seqs)
+    with pytest.raises(TypeError, match="by position, but num_tokens came by name"):
+        jaxkv.by_rows(jaxkv.extend)(cache, num_tokens=jnp.ones(CONFIG.max_seqs, jnp.int32))

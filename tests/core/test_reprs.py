@@ -90,6 +90,13 @@ def test_quantised_and_traced_parts(config):
     assert repr(specs.tables[0]).startswith("BlockTables(") and repr(specs.pools[0]).startswith("Pool(")
 
 
+@pytest.mark.parametrize("function", [jaxkv.stats, jaxkv.check, jaxkv.check_invariants])
+def test_shapes_hold_no_numbers(config, function):
+    shapes = jax.eval_shape(lambda: jaxkv.init(config))
+    with pytest.raises(ValueError, match=f"{function.__name__} reads numbers .* only shapes, .* cache.config"):
+        function(shapes)
+
+
 def test_what_was_donated_says_so(config):
     cache = jaxkv.init(config)
     layer, tables, pool, step = cache.layers[0], cache.tables[0], cache.pools[0], jaxkv.plan_step(cache, (2, 1))

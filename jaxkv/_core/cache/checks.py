@@ -341,6 +341,11 @@ def check_on_host(cache: Cache, function: str) -> None:
             f"{function} cannot be part of jit, grad or vmap: it reads numbers of the cache, which are known outside "
             "alone. Call it between steps."
         )
+    if isinstance(cache.lengths, jax.ShapeDtypeStruct):
+        raise ValueError(
+            f"{function} reads numbers of the cache, and this one has only shapes, as jax.eval_shape returns them: "
+            "make it with jaxkv.init. Its sizes are in cache.config."
+        )
     if (shape := np.shape(cache.lengths)[:-1]) != ():
         raise ValueError(
             f"This is a stack of {list(shape)} caches, and {function} takes one by itself: "

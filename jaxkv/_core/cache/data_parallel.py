@@ -160,6 +160,7 @@ def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Cal
 
     Raises:
       ValueError: there is no `RowShards` among the arguments, or an array cannot be divided evenly.
+      TypeError: an argument by name.
 
     >>> import jax, jaxkv
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -171,7 +172,9 @@ def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Cal
     """
 
     @functools.wraps(function)
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **named: Any) -> Any:
+        if named:
+            raise TypeError(f"A function by rows takes its arguments by position, but {', '.join(named)} came by name.")
         caches = [x for x in jax.tree.leaves(arguments, is_leaf=_is_shards) if _is_shards(x)]
         if not caches:
             raise ValueError(
@@ -248,7 +251,13 @@ def _is_cache(x: Any) -> bool:
 def _check_divides(number: int, argument: Any, count: int, axis: str) -> None:
     for x in jax.tree.leaves(argument):
         shape = jnp.shape(x)
-        if not shape or shape[0] % count:
+        if not shape:
+            raise ValueError(
+                f"Argument {number} of a function by rows is, or has in it, a single number, which the {count} devices "
+                f"of the mesh axis {axis!r} cannot share: make an array of a list of numbers, or name the argument in "
+                "whole= if each is to have it."
+            )
+        if shape[0] % count:
             raise ValueError(
                 f"Argument {number} of a function by rows has an array of the shape {shape}, whose first axis cannot "
                 f"be divided among the {count} devices of the mesh axis {axis!r}: name the argument in whole= if each "
