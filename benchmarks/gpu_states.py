@@ -76,7 +76,7 @@ def check_states(nth: int, interpret: Any) -> dict[str, Any]:
     most = most if interpret is None else 2
     if most == 70:  # in chunks
         space = dataclasses.replace(space, keys=128, values=64)
-        small = chosen.choice((small, Shape(heads=4, groups=2)))
+        small = chosen.choice((small, Shape(heads=4, groups=2), Shape(heads=4, groups=2, channels=True)))
     shape = chosen.choice((small, space)) if interpret is None else dataclasses.replace(space, keys=32, values=16)
     new = np.array([chosen.randint(0, most) for _ in range(rows)])
     new[0] = max(new[0], 1)
@@ -107,8 +107,8 @@ def make_batch(rows: int, tokens: int) -> StateBatch:
 def steps_of(
     shape: Shape, rows: int, tokens: int, interpret: Any
 ) -> Iterator[tuple[str, Callable[[], Contender]]]:  # fmt: skip
-    """Who takes part in a step of so many rows and tokens of each: this library's kernels, XLA, and in decode a copy in
-    place."""
+    """Who takes part in a step of so many rows and tokens of each: this library's kernels, those of many tokens with a
+    gate a channel once more token by token, XLA, and in decode a copy in place."""
     size = rows * int(np.prod(shape.state)) * 4
     pools, expected = min(8, max(2, -(-int(IN_TURN) // size))), 2 * size / 2e12 + tokens * 1e-6 + 10e-6
     if interpret is not None:
@@ -141,6 +141,12 @@ def steps_of(
         return lambda arrays: getattr(module, shape.op)(**arrays, batch=batch, **options)
 
     yield "ours", lambda: prepare(on(mixers, interpret=interpret))
+    if tokens > 1 and shape.channels:  # as queries of float32 go
+        by_token = on(mixers, interpret=interpret)
+        yield (
+            "token by token",
+            lambda: prepare(lambda arrays: by_token(arrays | {"q": arrays["q"].astype(jnp.float32)})),
+        )
     yield "xla", lambda: prepare(on(xla_mixers))
     if tokens == 1:
         yield "copy in place", lambda: prepare(lambda arrays: (jnp.zeros((), jnp.bfloat16), arrays["states"] * 1.0001))

@@ -1,9 +1,9 @@
 """Layers that keep a state on a Hopper GPU: their arrays as the kernel of all recurrences takes them.
 
-It takes a row's tokens one after another, whether one or thousands: see `recurrence.tokens`. Of state spaces
-`recurrence.space_chunks` takes many at once, and `recurrence.delta_chunks` of delta rules with a gate a head, behind
-another kernel, `recurrence.delta_pairs`: of rows of many tokens, when the first kernel has run the others. Convolutions
-are XLA's.
+It takes a row's tokens one after another, whether one or thousands: see `recurrence.tokens`. Rows of many tokens are
+taken, when it has run the others, by `recurrence.space_chunks` of state spaces, by `delta_chunks` of delta rules with a
+gate a head, behind another kernel, `delta_pairs`, and by `channel_chunks` of those with a gate a channel, behind
+`channel_pairs`. Convolutions are XLA's.
 """
 
 import functools
@@ -15,6 +15,8 @@ from jax import lax
 
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding, merge_rows, share_rows
+from pallas_kernels.gpu.recurrence.channel_chunks import run_channel_chunks
+from pallas_kernels.gpu.recurrence.channel_pairs import KEYS as KEYS_OF_CHANNELS
 from pallas_kernels.gpu.recurrence.chunk_steps import CHUNK, MOST_KEYS as MOST_CHUNKED_KEYS, PIECE, WIDTH
 from pallas_kernels.gpu.recurrence.delta_chunks import run_delta_chunks
 from pallas_kernels.gpu.recurrence.rows import plan_rows
@@ -148,13 +150,13 @@ def values_at_once(values: int, keys: int) -> int:
 
 
 def can_chunk(tokens: dict[str, jax.Array], states: jax.Array, every: int | None, most_tokens: int) -> bool:
-    """Tells whether a step may have chunks: rows of many tokens, whose inputs have 16 bits, and a gate a head."""
+    """Tells whether a step may have chunks: rows of many tokens, whose inputs have 16 bits."""
     is_delta = "beta" in tokens
     if any(tokens[name].dtype != jnp.bfloat16 for name in (("q", "k", "v") if is_delta else ("x", "B", "C"))):
         return False
-    if is_delta and tokens["g"].ndim > 2:
-        return False
     keys, values, _ = _sizes("gated_delta_rule" if is_delta else "state_space", states)
+    if is_delta and tokens["g"].ndim > 2 and keys != KEYS_OF_CHANNELS:
+        return False
     if values % WIDTH or keys % PIECE or keys > MOST_CHUNKED_KEYS:
         return False
     return most_tokens >= LEAST_CHUNKED and (every is None or not every % CHUNK)
@@ -183,7 +185,10 @@ def _run(
         return kernel(flat | fixed, out, states, rows, batch.snapshot_slots, every, interpret=interpret, **options)
 
     run_tokens = functools.partial(run, functools.partial(update_states, recurrence), most_tokens=most_tokens)
-    run_chunks = functools.partial(run, run_delta_chunks if recurrence.name == "gated_delta_rule" else run_space_chunks)
+    if recurrence.name == "state_space":
+        run_chunks = functools.partial(run, run_space_chunks)
+    else:
+        run_chunks = functools.partial(run, run_delta_chunks if flat["g"].ndim == 2 else run_channel_chunks)
     if not can_chunk(flat, states, every, most_tokens):
         y, states = run_tokens(states, flat_batch)
     elif batch.slots.shape[0] == 1:

@@ -57,6 +57,7 @@ LAYOUT = plgpu.Layout.WGMMA  # how a product's result lies in registers
 OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 # Any rows, and no two threads of a warp at one bank.
 SINGLE_ROWS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+SINGLE_ROWS_32 = (plgpu.TilingTransform((1, 32)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,7 +147,7 @@ def states_report():
     controls = ["control-beside-swizzle", *["control-not-donated", "control-no-fence", "control-misaligned"] * NIGHTLY]
     return {
         name: found
-        for job in printed_by("gpu_compile_states.py", *STATES, *CHUNKS, *DELTA_CHUNKS, *ODD, *controls)
+        for job in printed_by("gpu_compile_states.py", *STATES, *ALL_CHUNKS, *ODD, *controls)
         for name, found in job.items()
     }
 
@@ -410,7 +410,35 @@ def test_delta_chunks_within_budget(name, states_report):
     assert step["kernels"] == 5 and step["launches"] <= (28 if name == "qwen3-next-mixed" else 18)
 
 
-@pytest.mark.parametrize("name", [*DELTA_CHUNKS, *CHUNKS])
+CHANNEL_CHUNKS = ["kimi-linear-chunks", "kimi-linear-chunks-16-bits"] * NIGHTLY
+
+
+@pytest.mark.parametrize("name", CHANNEL_CHUNKS)
+def test_channel_chunks_within_budget(name, states_report):
+    """Two thread blocks of either kernel share a multiprocessor."""
+    step = states_report[name]
+    few, pairs = step["ahead"]
+    check_few(few, 2)
+    for kernel in (step, pairs):
+        assert kernel["target"] == "sm_90a" and kernel["spills"] == 0 and not kernel["serialized"]
+        assert 2 * (kernel["shared_memory"] + 1024) <= 233_472
+        assert 2 * 128 * -(-kernel["registers"] // 8) * 8 <= 65_536
+    # Gates of 128 channels, in halves: since and until, and to a border, of which a loop does three. Queries and keys
+    # to keys, in three pairs of halves: of eight tokens, and in the loop. A join, which a loop does five times.
+    assert pairs["wgmma"] == 4 * (4 * 2 * 2 + 2 * 2 * 2 * 3 + 2 * 3)
+    assert pairs["of_registers"] == 4 * (4 * 2 * 2 + (2 + 1) * 2 * 3)  # all but keys, of the loop, and joins
+    # The state with keys and queries, gains, what tokens get of them, and the state, all keys at once.
+    assert step["wgmma"] == step["of_registers"] == 4 * (2 * 2 * 3 + 2 * 3 + 3)
+    assert pairs["bulk_copies"] == 2 * 3  # queries, keys and gates
+    assert step["bulk_copies"] == 2 * 5  # four operands, decays and values: ahead of the loop, and in it
+    assert step["alias_bytes"] == step["pool_bytes"] and step["pool_copies"] == step["scatters"] == 0
+    assert step["kernels"] == 5 and step["launches"] <= (21 if name.endswith("bits") else 18)
+
+
+ALL_CHUNKS = [*DELTA_CHUNKS, *CHANNEL_CHUNKS, *CHUNKS]
+
+
+@pytest.mark.parametrize("name", ALL_CHUNKS)
 def test_the_newest_assembler_spills_nothing_of_chunks(name):
     """The one that `pip` brings, which JAX takes where PATH has none; others keep other numbers in registers."""
     ((step,),) = (job.values() for job in printed_by("gpu_compile_states.py", name, first_in_path="nvidia/cu13/bin"))
@@ -427,7 +455,7 @@ def test_nothing_is_loaded_or_copied_beside_its_alignment(report, states_report)
     found = {name: step["misaligned"] for name, step in states_report.items() if name not in SHOWN}
     found |= {
         (name, i): kernel["misaligned"]
-        for name in DELTA_CHUNKS
+        for name in [*DELTA_CHUNKS, *CHANNEL_CHUNKS]
         for i, kernel in enumerate(states_report[name]["ahead"])
     }
     of_attention = [said for step in report.values() for said in step.values() if isinstance(said, dict)]

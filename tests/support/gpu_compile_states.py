@@ -20,6 +20,8 @@ import pallas_kernels
 from pallas_kernels.gpu.tiles import LAYOUT, SINGLE_ROWS, store
 
 gpu_compile.KERNELS += (
+    "delta_rule_channel_pairs",
+    "delta_rule_channel_chunks",
     "delta_rule_pairs",
     "gated_delta_rule_chunks",
     "gated_delta_rule",
@@ -116,7 +118,11 @@ JOBS = {
     "qwen3-next-snapshots": lambda: delta((32, 16), snapshots=1),
     "qwen3-next-4-tokens": lambda: delta((32, 16), axes=(ROWS, 4)),
     "qwen3-next-prompts": lambda: delta((32, 16), snapshots=8, **PROMPTS),
-    "kimi-linear-prompts": lambda: delta((32, 32), channels=True, **PROMPTS),
+    "kimi-linear-prompts": lambda: delta((32, 32), channels=True, snapshots=8, **PROMPTS),
+    "kimi-linear-chunks": lambda: delta((32, 32), channels=True, **PROMPTS),
+    "kimi-linear-chunks-16-bits": lambda: delta(
+        (32, 32), channels=True, stored=jnp.bfloat16, snapshots=8, every=64, **PROMPTS
+    ),
     "qwen3-next-chunks": lambda: delta((32, 16), **PROMPTS),
     "qwen3-next-chunks-16-bits": lambda: delta((32, 16), stored=jnp.bfloat16, snapshots=8, every=64, **PROMPTS),
     "delta-64-chunks": lambda: delta((8, 8), keys=64, values=64, stored=jnp.bfloat16, **PROMPTS),

@@ -34,6 +34,7 @@ class Trial:
     stored: str = "float32"
     skip: int = 1  # axes of D; 0: none
     close: float = 1e-5  # how near float32's results are: of chunks, whose operands are halves of 16 bits, less
+    gates: tuple[float, ...] = ()  # that are drawn from, if not random
     same_keys: bool = False  # of all tokens, which forget nothing and learn twice what they lack
 
     @property
@@ -65,6 +66,8 @@ class Trial:
             made = {name: draw((*self.axes, *shape)) for name, shape in tokens.items()}
             made["k"] /= np.linalg.norm(made["k"], axis=-1, keepdims=True)
             made["g"] = -np.exp(made["g"]) * np.where(made["g"] > 1, 60, 1)  # some forget everything
+            if self.gates:
+                made["g"] = np.random.default_rng(seed).choice(np.array(self.gates, float), made["g"].shape)
             made["beta"] = 2 / (1 + np.exp(-made["beta"]))
             if self.same_keys:
                 made |= {"k": 0 * made["k"] + made["k"][:1, :1], "g": 0 * made["g"], "beta": 0 * made["beta"] + 2}
@@ -75,7 +78,12 @@ class Trial:
         held[[slot for slot in range(SLOTS) if slot not in read]] = np.nan
         for x in made.values():
             x[~self.valid()] = np.nan
-        made = {name: jnp.asarray(x, self.dtype) for name, x in (made | fixed).items() if x is not None}
+        wide = {"g"} if self.mixer == "channels" else set()  # sums of gates are of numbers in halves
+        made = {
+            name: jnp.asarray(x, "float32" if name in wide else self.dtype)
+            for name, x in (made | fixed).items()
+            if x is not None
+        }
         if self.mixer == "space" and not self.skip:
             made["D"] = None
         return made | {"states": jnp.asarray(held, self.stored)}
@@ -137,6 +145,7 @@ DECODE = dict(lengths=(9, 5, 1, 7), new=(1, 0, 1, 1), slots=(4, 2, 3, 7))
 SPACE = dict(mixer="space", sizes=(32, 16))
 CHUNKS = dict(mixer="space", sizes=(128, 64), dtype="bfloat16", close=5e-5)
 DELTA_CHUNKS = CHUNKS | dict(mixer="delta")
+CHANNEL_CHUNKS = DELTA_CHUNKS | dict(mixer="channels", sizes=(128, 64))
 TRIALS = {
     # A row in the middle, one without a token, and one that begins in a slot of NaN.
     "delta": Trial("delta", **DECODE),
@@ -189,6 +198,32 @@ TRIALS = {
     "delta, chunks, the same keys": Trial(
         lengths=(60,), new=(60,), slots=(4,), **DELTA_CHUNKS | dict(heads=(1, 1), close=5e-3), same_keys=True,
     ),
+    "channels, chunks of one row": Trial(lengths=(100,), new=(60,), slots=(4,), **CHANNEL_CHUNKS | dict(heads=(1, 1))),
+    "channels, chunks": Trial(
+        lengths=(120, 4, 9, 17, 128), new=(90, 0, 1, 17, 64), slots=(4, 2, 3, 7, 5), gap=2, every=64, **CHANNEL_CHUNKS,
+        snapshots=((8, 9), (-1, -1), (10, -1), (-1, -1), (11, -1)),
+    ),
+    "channels, chunks, padded, two parts": Trial(
+        lengths=(20, 70), new=(20, 15), slots=(4, 3), **CHANNEL_CHUNKS | dict(sizes=(128, 128), heads=(2, 2)),
+    ),
+    "channels, chunks, the same keys": Trial(
+        lengths=(60,), new=(60,), slots=(4,), **CHANNEL_CHUNKS | dict(heads=(1, 1), close=2e-3), same_keys=True,
+    ),
+    # From none to what forgets everything: all pairs of them stand beside one another in some channel.
+    "channels, chunks, any gates": Trial(
+        lengths=(130,), new=(130,), slots=(4,), **CHANNEL_CHUNKS | dict(heads=(1, 1), stored="float32"),
+        gates=(0, -1e-3, -0.1, -1, -5, -18, -100, -1e4, -np.inf),
+    ),
+    "channels, chunks, nothing forgotten": Trial(
+        lengths=(80,), new=(16,), slots=(4,), **CHANNEL_CHUNKS | dict(heads=(1, 1)), gates=(0,),
+    ),
+    "channels, chunks, all forgotten": Trial(
+        lengths=(130,), new=(65,), slots=(4,), **CHANNEL_CHUNKS | dict(heads=(1, 1)), gates=(-100,),
+    ),
+    "channels, chunks, shared slots": Trial(
+        lengths=(80, 30, 40), new=(20, 18, 16), slots=(4, 4, 6), to_slots=(8, 4, -1),
+        **CHANNEL_CHUNKS | dict(stored="bfloat16", heads=(1, 1)),
+    ),
     "delta, chunks, shared slots": Trial(
         lengths=(80, 30, 40), new=(20, 18, 16), slots=(4, 4, 6), to_slots=(8, 4, -1),
         **DELTA_CHUNKS | dict(stored="bfloat16", heads=(1, 1)),
@@ -235,7 +270,7 @@ def draw_trial(seed: int, *, chunks: bool = False) -> Trial:
     new = tuple(int(n) for n in draw.integers(0, most + 1, count))
     if chunks:
         count = min(count, 3)
-        new = (int(draw.integers(48, 130)), *(int(pick((0, 1, 17, 63, 64, 65))) for _ in range(count - 1)))
+        new = (int(draw.integers(48, 131)), *(int(pick((0, 1, 15, 16, 17, 63, 64, 65))) for _ in range(count - 1)))
     if not any(new):
         new = (1, *new[1:])
     lengths = tuple(n + int(pick((0, 1, 6, 64) if chunks else (0, 1, 6))) if n else int(draw.integers(9)) for n in new)
@@ -255,8 +290,8 @@ def draw_trial(seed: int, *, chunks: bool = False) -> Trial:
     sizes = ((32, 16), (64, 32), (32, 80)) if mixer == "space" else ((8, 64), (40, 64), (16, 128))
     sizes, dtypes = sizes[draw.integers(3)], (str(pick(("float32", "bfloat16"))), str(pick(STORED)))
     if chunks:
-        mixer = ("space", "delta")[seed % 2]
-        sizes, dtypes = (int(pick((64, 128))), 64), ("bfloat16", dtypes[1])
+        mixer = ("space", "delta", "channels")[seed % 3]
+        sizes, dtypes = (int(pick((64, 128))) if mixer != "channels" else 128, 64), ("bfloat16", dtypes[1])
     return Trial(
         str(mixer), lengths, new, tuple(slots), tuple(to), snapshots, every, int(draw.integers(2)) if packed else None,
         heads, sizes, *dtypes, int(draw.integers(3)), 5e-5 if chunks else 1e-5,

@@ -30,7 +30,17 @@ from pallas_kernels.gpu.recurrence.rows import (
     find_edge,
     write_snapshot,
 )
-from pallas_kernels.gpu.tiles import LAYOUT, OPERAND, SINGLE_ROWS, InterpretParams, anew, full, probe, store
+from pallas_kernels.gpu.tiles import (
+    LAYOUT,
+    OPERAND,
+    SINGLE_ROWS,
+    SINGLE_ROWS_32,
+    InterpretParams,
+    anew,
+    full,
+    probe,
+    store,
+)
 
 WIDTH = 64  # values of a state in a thread block
 PIECE = 64  # keys at once, for the registers' sake
@@ -47,13 +57,13 @@ def operand(*shape: int):
     return plgpu.SMEM((1, *shape), jnp.bfloat16, transforms=OPERAND)
 
 
-def landing(*shape: int):
+def landing(*shape: int, dtype: Any = jnp.bfloat16):
     """Shared memory for bulk copies that begin at any token: 64 columns, or several such pieces.
 
     A piece is a buffer of its own, no slice of a wider one: a load swizzles by the place in what it is given, a bulk
     copy by the address, and only at multiples of 1,024 bytes are these one.
     """
-    return plgpu.SMEM((1, *shape), jnp.bfloat16, transforms=SINGLE_ROWS)
+    return plgpu.SMEM((1, *shape), dtype, transforms=SINGLE_ROWS if dtype == jnp.bfloat16 else SINGLE_ROWS_32)
 
 
 def hold_zero(zero_ref: Any) -> None:
@@ -133,6 +143,12 @@ def load_tokens(source: Any, count: jax.Array) -> jax.Array:
     return jnp.where(index(x.shape, 0) < count, x, jnp.zeros_like(x))
 
 
+def load_values(source: Any, count: jax.Array) -> jax.Array:
+    """Loads a chunk's values that landed, tokens across. What is beyond its last token becomes 0."""
+    v = plgpu.load(source.T, layout=LAYOUT, optimized=False)
+    return jnp.where(index(SQUARE, 1) < count, v, jnp.zeros_like(v)).astype(jnp.float32)
+
+
 def lay_out(source: Any, target: Any, count: jax.Array) -> None:
     """Moves a chunk's inputs, in pieces, to where the matrix unit reads them, as tiles: a chunk begins at any token,
     and bulk copies of tiles at multiples of 8."""
@@ -151,6 +167,11 @@ def put(x: jax.Array, targets: Any, piece: Any = slice(None)) -> None:
     """Stores halves of numbers."""
     for half, target in zip(halve(x), targets, strict=True):
         target.at[:, piece][...] = half
+
+
+def pair_halves(a: Any, b: Any) -> tuple[tuple[Any, Any], ...]:
+    """Returns what a product of numbers in halves is a sum of; that of their last bits is left out."""
+    return (a[0], b[0]), (a[0], b[1]), (a[1], b[0])
 
 
 def multiply(interpret: InterpretParams, shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:

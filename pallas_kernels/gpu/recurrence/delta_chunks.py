@@ -23,19 +23,20 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     columns,
     halve,
     hold_zero,
-    index,
     landing,
     launch_chunks,
+    load_values,
     locate_buffers,
     multiply,
     multiply_while,
     operand,
+    pair_halves,
     walk_rows,
     write_tokens,
 )
 from pallas_kernels.gpu.recurrence.delta_pairs import ChunkPairs, relate_tokens
 from pallas_kernels.gpu.recurrence.rows import plan_chunks
-from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams, anew, store
+from pallas_kernels.gpu.tiles import InterpretParams, anew, store
 
 
 class DeltaBuffers(NamedTuple):
@@ -100,11 +101,9 @@ def run_delta_chunks(
             fetch_tokens(chunk)
             fetch_squares(chunk)
 
-        def pair_halves(a, which):
-            """Returns what the product is a sum of, of a square in halves and one of `ChunkPairs`; that of last bits is
-            left out."""
-            b = [located().squares.at[2 * which + half].T for half in (0, 1)]
-            return (a[0], b[0]), (a[0], b[1]), (a[1], b[0])
+        def square(which):
+            """Returns one of `ChunkPairs`, in halves."""
+            return [located().squares.at[2 * which + half].T for half in (0, 1)]
 
         def run_chunk(chunk, state, following):
             ((state,), slot) = state, chunk.number & 1
@@ -119,9 +118,7 @@ def run_delta_chunks(
             found = multiply(interpret, SQUARE, *((half, k_s.T) for half in held))
 
             def find_lacks():
-                v = plgpu.load(located().values.T, layout=LAYOUT, optimized=False)
-                v = jnp.where(index(SQUARE, 1) < chunk.count, v, jnp.zeros_like(v))
-                return halve(v.astype(jnp.float32) - found * jnp.exp(since()))
+                return halve(load_values(located().values, chunk.count) - found * jnp.exp(since()))
 
             q_s = located().queries
             y, lacks = multiply_while(find_lacks, interpret, SQUARE, *((half, q_s.T) for half in held))
@@ -129,13 +126,13 @@ def run_delta_chunks(
             plgpu.commit_smem()
             following(fetch_tokens)
             plgpu.barrier_wait(squares_ready)
-            gains = multiply(interpret, SQUARE, *pair_halves(lacks, 0))
+            gains = multiply(interpret, SQUARE, *pair_halves(lacks, square(0)))
 
             def find_worth():
                 """Returns what each token's gain is worth to the state at the chunk's end."""
                 return halve(gains * jnp.exp(whole - since()))
 
-            others, worth = multiply_while(find_worth, interpret, SQUARE, *pair_halves(halve(gains), 1))
+            others, worth = multiply_while(find_worth, interpret, SQUARE, *pair_halves(halve(gains), square(1)))
 
             def write():
                 await_outputs()

@@ -4,6 +4,7 @@ What a token adds to the state depends on what the chunk's earlier tokens add: a
 what the state before the chunk lacks of the values into what the tokens add (https://arxiv.org/abs/2412.06464).
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     multiply,
     operand,
     pad_numbers,
+    pair_halves,
     pair_tokens,
     put,
     see_tokens,
@@ -75,15 +77,6 @@ def relate_tokens(arrays: dict[str, jax.Array], chunks: jax.Array, interpret: In
         def located():
             return locate_buffers(buffers, zero_s)
 
-        def distances():
-            """Which blocks of the diagonal two tokens are in together, in powers of two: 0 for a token and itself."""
-            row, column = pair_tokens(zero_s)
-            return row ^ column
-
-        def multiply_halves(a, b):
-            """Returns the product of two squares in halves; that of their last bits is left out."""
-            return multiply(interpret, SQUARE, (a[0], b[0]), (a[0], b[1]), (a[1], b[0]))
-
         def decay(products):
             """Returns what tokens are to later ones, and to themselves."""
             since_across = plgpu.load(sums_s, layout=COLUMN)
@@ -97,27 +90,6 @@ def relate_tokens(arrays: dict[str, jax.Array], chunks: jax.Array, interpret: In
             plgpu.commit_smem()
             for half, source in enumerate(results):
                 plgpu.copy_smem_to_gmem(source, out.squares.at[nth, head, first + half])
-
-        def invert(lower):
-            """Returns the inverse of `I + lower`, a strictly lower triangle that has -1 on its diagonal here: of blocks
-            of the diagonal, then of pairs of them. Powers of it, which are as fast, overflow where keys repeat."""
-
-            def join(i, inverse):
-                size = lax.shift_left(jnp.int32(2), lax.convert_element_type(i, jnp.int32))
-                left, right = located().left, located().right
-                put(inverse, left)
-                between = (distances() ^ size) < size  # from `size` to its double
-                for source, target in zip(located().lower, right, strict=True):
-                    half = plgpu.load(source, layout=LAYOUT)
-                    target[...] = jnp.where(between, half, jnp.zeros_like(half))
-                plgpu.commit_smem()
-                joined = multiply_halves(right, left)
-                put(joined, right)
-                plgpu.commit_smem()
-                return inverse - multiply_halves(left, right)
-
-            put(lower, located().lower)
-            return lax.fori_loop(0, 5, join, jnp.where(distances() < 2, -lower, 0.0))
 
         hold_zero(zero_s)
         for name, target in zip(("q", "k"), located().landed, strict=True):
@@ -146,7 +118,7 @@ def relate_tokens(arrays: dict[str, jax.Array], chunks: jax.Array, interpret: In
         )
         lower = decay(multiply(interpret, SQUARE, (k_s, k_s.T))) * lines(beta, SQUARE)
         await_outputs()  # other squares take their place
-        inverse = invert(jnp.where(distances() == 0, -1.0, lower))
+        inverse = invert_triangle(lower, located, zero_s, interpret)
         write(inverse * columns(beta_across, SQUARE), 0)
         await_outputs()
 
@@ -182,3 +154,40 @@ def relate_tokens(arrays: dict[str, jax.Array], chunks: jax.Array, interpret: In
             interpret=interpret,
         )(chunks, *given.values())
     )
+
+
+def invert_triangle(
+    lower: jax.Array, located: Callable[[], Any], zero_ref: Any, interpret: InterpretParams
+) -> jax.Array:
+    """Returns the inverse of `I + lower`, of what is strictly below the diagonal: of blocks of the diagonal, then of
+    pairs of them. Powers of it, which are as fast, overflow where keys repeat.
+
+    Args:
+      located: returns buffers, of which this uses `lower`, `left` and `right`; see `hold_zero`.
+    """
+
+    def distances():
+        """Which blocks of the diagonal two tokens are in together, in powers of two: 0 for a token and itself."""
+        row, column = pair_tokens(zero_ref)
+        return row ^ column
+
+    def multiply_squares(a, b):
+        return multiply(interpret, SQUARE, *pair_halves(a, b))
+
+    def join(i, inverse):
+        size = lax.shift_left(jnp.int32(2), lax.convert_element_type(i, jnp.int32))
+        left, right = located().left, located().right
+        put(inverse, left)
+        between = (distances() ^ size) < size  # from `size` to its double
+        for source, target in zip(located().lower, right, strict=True):
+            half = plgpu.load(source, layout=LAYOUT)
+            target[...] = jnp.where(between, half, jnp.zeros_like(half))
+        plgpu.commit_smem()
+        joined = multiply_squares(right, left)
+        put(joined, right)
+        plgpu.commit_smem()
+        return inverse - multiply_squares(left, right)
+
+    lower = jnp.where(distances() == 0, -1.0, lower)
+    put(lower, located().lower)
+    return lax.fori_loop(0, 5, join, jnp.where(distances() < 2, -lower, 0.0))

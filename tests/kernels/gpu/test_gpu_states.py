@@ -12,8 +12,12 @@ from planting import Plant
 from state_trials import TRIALS, draw_trial
 
 import pallas_kernels
+from pallas_kernels import gpu
 
-BY_DAY = ("space", "tokens", "shared slots", "chunks of one row", "delta, chunks of one row", "few beside many")
+BY_DAY = (
+    "space", "tokens", "shared slots", "chunks of one row", "delta, chunks of one row", "channels, chunks of one row",
+    "few beside many",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRIALS if NIGHTLY else BY_DAY)
@@ -41,6 +45,7 @@ def test_each_row_has_its_turn_once():
 
 UNSYNCHRONISED = {"race", "wrong", "barrier"}
 COLUMNS = "(source, target, begin, count, batch.begins, batch.starts, turns, following)"
+CHANNELS = "channels, chunks of one row"
 FORGET = "state = state * (keys(gate) if has_channel_gates else gate)"
 # By name: the trial, how it may end, and what is planted.
 MISTAKES = {
@@ -163,7 +168,7 @@ MISTAKES = {
     ),
     "delta chunks: all of the triangle in every join": (
         "delta, chunks of one row", {"wrong"},
-        Plant("relate_tokens", "jnp.where(between, half, jnp.zeros_like(half))", "half"),
+        Plant("invert_triangle", "jnp.where(between, half, jnp.zeros_like(half))", "half"),
     ),
     "delta chunks: values overwritten while outputs leave": (
         "delta, chunks of one row", {"race"},
@@ -172,16 +177,19 @@ MISTAKES = {
     "delta chunks: halves of a chunk apart": (
         "delta, chunks of one row", {"wrong"},
         Plant(
-            "relate_tokens", "lax.fori_loop(0, 5, join, jnp.where(distances() < 2, -lower, 0.0))",
+            "invert_triangle", "lax.fori_loop(0, 5, join, jnp.where(distances() < 2, -lower, 0.0))",
             "lax.fori_loop(0, 4, join, jnp.where(distances() < 2, -lower, 0.0))",
         ),
     ),
     "delta chunks: pairs of tokens apart": (
-        "delta, chunks of one row", {"wrong"}, Plant("relate_tokens", "distances() < 2", "distances() < 1")
+        "delta, chunks of one row", {"wrong"}, Plant("invert_triangle", "distances() < 2", "distances() < 1")
     ),
     "delta chunks: what the state has": (
         "delta, chunks of one row", {"wrong"},
-        Plant("run_delta_chunks", "v.astype(jnp.float32) - found * jnp.exp(since())", "v.astype(jnp.float32)"),
+        Plant(
+            "run_delta_chunks", "load_values(located().values, chunk.count) - found * jnp.exp(since())",
+            "load_values(located().values, chunk.count)",
+        ),
     ),
     "delta chunks: gains not forgotten": (
         "delta, chunks of one row", {"wrong"},
@@ -224,6 +232,120 @@ MISTAKES = {
     ),
     "few beside many: outputs of few from chunks": (
         "few beside many", {"wrong"}, Plant("merge_rows", "is_many[row]", "is_many[row] | True")
+    ),
+    "channel chunks: pairs read before they arrive": (
+        CHANNELS, UNSYNCHRONISED, Plant("relate_channels", "plgpu.barrier_wait(ready)", ""),
+    ),
+    "channel chunks: what is beyond the last token": (
+        "channels, chunks", {"wrong"}, Plant("relate_channels", "pl.when(count < CHUNK)", "pl.when(count < 0)"),
+    ),
+    "channel chunks: values beyond the last token": (
+        "channels, chunks", {"wrong"},
+        Plant("load_values", "jnp.where(index(SQUARE, 1) < count, v, jnp.zeros_like(v))", "v"),
+    ),
+    "channel chunks: what is written overwritten before it leaves": (
+        CHANNELS, {"race"}, Plant("relate_channels", "await_outputs()", "...", times=4),
+    ),
+    "channel chunks: gates as they are": (
+        "channels, chunks, any gates", {"wrong"},
+        Plant("relate_channels", "jnp.maximum(x, LEAST_GATE)", "jnp.maximum(x, -100.0)"),
+    ),
+    "channel chunks: leading bits of gates alone": (
+        CHANNELS, {"wrong"},
+        Plant(
+            "relate_channels", "((ones, half.at[piece]) for half in located().gates)",
+            "((ones, half.at[piece]) for half in located().gates[:1])",
+        ),
+    ),
+    "channel chunks: what the state gives a gate early": (
+        CHANNELS, {"wrong"}, Plant("relate_channels", "lambda token: (0, token)", "lambda token: (0, token - 1)")
+    ),
+    "channel chunks: a token's own gate forgets what it adds": (
+        CHANNELS, {"wrong"},
+        Plant("relate_channels", "lambda token: (token + 1, CHUNK)", "lambda token: (token, CHUNK)"),
+    ),
+    "channel chunks: a border a token late": (
+        CHANNELS, {"wrong"}, Plant("relate_channels", "token | size - 1", "token | size")
+    ),
+    "channel chunks: halves of a chunk apart": (
+        CHANNELS, {"wrong"},
+        Plant(
+            "relate_channels", "lax.fori_loop(0, 3, relate_beyond, relate(INNER))",
+            "lax.fori_loop(0, 2, relate_beyond, relate(INNER))",
+        ),
+    ),
+    "channel chunks: neighbours twice": (
+        CHANNELS, {"wrong"},
+        Plant("relate_channels", "jnp.where(token & size != 0, (token & -size) - 1, -1)", "token"),
+    ),
+    "channel chunks: eight tokens only with time": (
+        CHANNELS, {"wrong"}, Plant("relate_channels", "jnp.where(row & size != 0, sums, -sums)", "sums"),
+    ),
+    "channel chunks: keys against time as with it": (
+        CHANNELS, {"wrong"}, Plant("relate_channels", "jnp.exp(-sums)", "jnp.exp(sums)"),
+    ),
+    "channel chunks: one square in the other's place": (
+        CHANNELS, {"wrong", "race"},
+        Plant(
+            "relate_channels", "write(SQUARES, located().results, pieces[1])",
+            "write(SQUARES, located().results, pieces[0])",
+        ),
+    ),
+    "channel chunks: half of the channels": (
+        CHANNELS, {"wrong"}, Plant("relate_channels", "sum(x)", "x[0]"),
+    ),
+    "channel chunks: another head's keys among tokens": (
+        "channels, chunks", {"wrong", "buffer has shape"},
+        Plant("relate_channels", "key_head = lax.div(head, jnp.int32(shared))", "key_head = head"),
+    ),
+    "channel chunks: states not forgotten": (
+        CHANNELS, {"wrong"}, Plant("run_channel_chunks", "state * columns(kept, state.shape)", "state"),
+    ),
+    "channel chunks: keys read before they arrive": (
+        CHANNELS, UNSYNCHRONISED,
+        Plant("run_channel_chunks", "plgpu.barrier_wait(ready.at[slot(chunk, SINCE_KEYS)])", ""),
+    ),
+    "channel chunks: queries read before they arrive": (
+        CHANNELS, UNSYNCHRONISED,
+        Plant("run_channel_chunks", "plgpu.barrier_wait(ready.at[slot(chunk, SINCE_QUERIES)])", ""),
+    ),
+    "channel chunks: the last keys read before they arrive": (
+        CHANNELS, UNSYNCHRONISED,
+        Plant("run_channel_chunks", "plgpu.barrier_wait(ready.at[slot(chunk, UNTIL_KEYS)])", ""),
+    ),
+    "channel chunks: squares read before they arrive": (
+        CHANNELS, UNSYNCHRONISED,
+        Plant("run_channel_chunks", "plgpu.barrier_wait(ready.at[slot(chunk, SQUARES)])", ""),
+    ),
+    "channel chunks: values read before they arrive": (
+        CHANNELS, UNSYNCHRONISED, Plant("run_channel_chunks", "plgpu.barrier_wait(values_ready)", ""),
+    ),
+    "channel chunks: decays read before they arrive": (
+        CHANNELS, UNSYNCHRONISED, Plant("run_channel_chunks", "plgpu.barrier_wait(kept_ready)", ""),
+    ),
+    "channel chunks: the last keys where the first are": (
+        CHANNELS, UNSYNCHRONISED,
+        Plant("run_channel_chunks", "fetch(UNTIL_KEYS)(chunk)", ""),
+        Plant("run_channel_chunks", "held = halve(state)", "held = halve(state)\nfetch(UNTIL_KEYS)(chunk)"),
+    ),
+    "channel chunks: the next keys where the queries are": (
+        CHANNELS, UNSYNCHRONISED,
+        Plant("run_channel_chunks", "following(fetch(SINCE_KEYS))", ""),
+        Plant("run_channel_chunks", "held = halve(state)", "held = halve(state)\nfollowing(fetch(SINCE_KEYS))"),
+    ),
+    "channel chunks: the next queries where the squares are": (
+        CHANNELS, UNSYNCHRONISED,
+        Plant("run_channel_chunks", "following(fetch(SINCE_QUERIES))", ""),
+        Plant("run_channel_chunks", "held = halve(state)", "held = halve(state)\nfollowing(fetch(SINCE_QUERIES))"),
+    ),
+    "channel chunks: the next squares where the last keys are": (
+        CHANNELS, UNSYNCHRONISED,
+        Plant("run_channel_chunks", "following(fetch(SQUARES))", ""),
+        Plant("run_channel_chunks", "held = halve(state)", "held = halve(state)\nfollowing(fetch(SQUARES))"),
+    ),
+    "channel chunks: the pairs of the first row": (
+        "channels, chunks", {"wrong"},
+        Plant("run_channel_chunks", "given['first_chunks'][chunk.row] + chunk.number", "chunk.number"),
     ),
     "padding not hidden": (
         "tokens", {"wrong"},
@@ -277,6 +399,16 @@ REFUSED = {
 def test_xla_runs_what_is_refused_and_explain_says_why(reason):
     choice = pallas_kernels.explain(**REFUSED[reason])
     assert choice.implementation == "xla" and reason in choice.reason
+
+
+@pytest.mark.parametrize("keys", [64, 128])
+def test_gates_of_128_channels_go_in_chunks(keys):
+    shape = jax.ShapeDtypeStruct
+    tokens = {name: shape((32, 2, keys), jnp.bfloat16) for name in ("q", "k", "v")}
+    states = shape((9, 2, keys, 64), jnp.float32)
+    for gates, chunks in ((2,), True), ((2, keys), keys == 128):
+        tokens |= {"g": shape((32, *gates), jnp.float32), "beta": shape((32, 2), jnp.float32)}
+        assert gpu.mixers.can_chunk(tokens, states, None, most_tokens=32) == chunks
 
 
 @pytest.mark.parametrize("op", ["gated_delta_rule", "state_space"])
