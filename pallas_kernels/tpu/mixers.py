@@ -61,10 +61,10 @@ def unsupported(call: MixerCall) -> str | None:
         )
     keys, values = (call.arrays[x] for x in (("k", "v") if call.op == "gated_delta_rule" else ("B", "x")))
     by_channel = call.op == "gated_delta_rule" and call.arrays["g"].ndim == values.ndim
-    if by_channel and keys.shape[-1] % LANES:
+    if by_channel and keys.shape[-1] != LANES:  # a row of registers of tokens eight apart is one strided load
         return (
-            f"With gates by channel the TPU kernel of many tokens takes keys in multiples of {LANES}, not "
-            f"{keys.shape[-1]} keys: choose such a width, or leave it to XLA."
+            f"With gates by channel the TPU kernel of many tokens takes {LANES} keys a head, not {keys.shape[-1]}: "
+            f"choose that width, or leave it to XLA."
         )
     need = state_prefill_bytes(keys.shape[-2:], values.shape[-2:], states.shape[1:], _is_wide(values), by_channel)
     if need > VMEM_BYTES:

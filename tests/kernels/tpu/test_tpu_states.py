@@ -166,8 +166,9 @@ def test_the_choice_is_explained():
         assert choice.implementation == "xla" and sentence in choice.reason, choice
     assert explain((4, 70)).implementation == explain((70,)).implementation == "tpu"
     assert explain((70,), g=shape(70, 4, 128)).implementation == "tpu"
-    narrow = explain((70,), widths=(64, 128), g=shape(70, 4, 64))
-    assert narrow.implementation == "xla" and "64 keys" in narrow.reason, narrow
+    for width in (64, 256):
+        other = explain((70,), widths=(width, 128), g=shape(70, 4, width))
+        assert other.implementation == "xla" and f"128 keys a head, not {width}" in other.reason, other
     x, gates = shape(70, 512, 128), shape(70, 512)
     many = dict(q=x, k=x, v=x, g=gates, beta=gates, states=shape(9, 512, 128, 128))
     many = pallas_kernels.explain("gated_delta_rule", **many, platform="tpu")
