@@ -365,7 +365,7 @@ def test_chunks_within_budget(name, states_report):
     assert step["proxy_fences"] == 4  # a zero; inputs and the state laid out, weights and what is gained, the output
     assert step["alias_bytes"] == step["pool_bytes"] and step["pool_copies"] == step["scatters"] == 0
     check_few(step["ahead"][0], 3)  # a layer has the kernel of rows of few tokens, too
-    assert step["kernels"] == 4 and step["launches"] <= 14
+    assert step["kernels"] == 4 and step["launches"] <= 16  # ten for all layers, and three each
 
 
 def check_few(kernel, blocks):
@@ -407,7 +407,7 @@ def test_delta_chunks_within_budget(name, states_report):
     assert step["proxy_fences"] == 4
     assert step["alias_bytes"] == step["pool_bytes"] and step["pool_copies"] == step["scatters"] == 0
     # Both layers have the same queries and keys, and so one kernel before their walks; and that of few tokens each.
-    assert step["kernels"] == 5 and step["launches"] <= (28 if name == "qwen3-next-mixed" else 18)
+    assert step["kernels"] == 5 and step["launches"] <= (25 if name == "qwen3-next-mixed" else 22)
 
 
 CHANNEL_CHUNKS = ["kimi-linear-chunks", "kimi-linear-chunks-16-bits"] * NIGHTLY
