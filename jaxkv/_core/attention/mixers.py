@@ -44,13 +44,13 @@ def read_states(cache: Any, *, layer: Any = None) -> dict[str, jax.Array]:
     found = find_state_layer(cache, layer)
     tables = row_tables(found.tables, found.config)
     source = found.slots.source
-    held = (tables.lengths > tables.new) & (source != NULL_SLOT)
+    has_state = (tables.lengths > tables.new) & (source != NULL_SLOT)
 
     states, find = found.apart()
 
     def read(x: jax.Array) -> jax.Array:
         own = x.at[find(source)].get(mode="clip")
-        return jnp.where(expand(held, x.ndim), own, jnp.zeros((), x.dtype))
+        return jnp.where(expand(has_state, x.ndim), own, jnp.zeros((), x.dtype))
 
     return {name: read(x) for name, x in states.items()}
 
