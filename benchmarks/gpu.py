@@ -112,7 +112,7 @@ def compile_headlines(options: argparse.Namespace, until: float) -> None:
 
     def compile_point(point: Point, who: Rivals) -> None:
         row = describe_row(None, point)
-        said = compile_ahead(point, who, lambda by: re.search(join(options.only), words(row | {"by": by})))
+        said = compile_ahead(point, who, lambda by: re.search(match_any(options.only), words(row | {"by": by})))
         if said:
             print(f"compiled {words(row)}: {said}", flush=True)
 
@@ -122,19 +122,19 @@ def compile_headlines(options: argparse.Namespace, until: float) -> None:
         if model is None
     ]
     for what, _, prepare in state_pieces(dry=False, interpret=None):
-        if re.search(join(options.only), words(what)):
+        if re.search(match_any(options.only), words(what)):
             pieces.append((what, lambda prepare=prepare: prepare().run()))
-    for _, run in in_order(pieces, options.only)[nth::count]:
+    for _, run in sort_pieces(pieces, options.only)[nth::count]:
         if time.time() < until:
             run()
 
 
-def join(only: list[str]) -> str:
+def match_any(only: list[str]) -> str:
     """Returns one regular expression for several of which any may match; for none, what matches everything."""
     return "|".join(f"(?:{each})" for each in only)
 
 
-def in_order[T](pieces: Iterable[tuple[dict[str, Any], T]], only: list[str]) -> list[tuple[dict[str, Any], T]]:
+def sort_pieces[T](pieces: Iterable[tuple[dict[str, Any], T]], only: list[str]) -> list[tuple[dict[str, Any], T]]:
     """Returns pieces by the first of several regular expressions that what they say matches."""
 
     def rank(piece: tuple[dict[str, Any], T]) -> int:
@@ -167,7 +167,7 @@ def run(options: argparse.Namespace, until: float, interpret) -> str | int:
         compile_headlines(options, until)
         return 0
     book = Book(
-        options.results / "gpu.json", go_on=bool(options.worker), only=join(options.only),
+        options.results / "gpu.json", go_on=bool(options.worker), only=match_any(options.only),
         commit=options.commit or commit(), jaxlib=importlib.metadata.version("jaxlib"), max_bytes=MAX_BYTES,
     )  # fmt: skip
     wrong = []
@@ -258,7 +258,7 @@ def measure(book: Book, until: float, interpret, *, quick: bool, only: list[str]
     states = (
         (piece[0], functools.partial(measure_states, *piece)) for piece in state_pieces(dry=dry, interpret=interpret)
     )
-    first = in_order([*pieces_of(tiny() if dry else headlines()), *states], only)
+    first = sort_pieces([*pieces_of(tiny() if dry else headlines()), *states], only)
     skipped = 0
     for _, run in [*first, *pieces_of(() if dry else others())]:
         if time_is_up():

@@ -21,7 +21,7 @@ def check_arguments(call: MixerCall, kinds: Any = (jax.Array, np.ndarray)) -> tu
             raise ValueError(f"{name} must be an array, not {type(x).__name__}: convert it with jnp.asarray.")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating point, not {x.dtype}.")
-        if 0 in x.shape and name != "states" and name not in form.of_tokens:
+        if 0 in x.shape and name != "states" and name not in form.token_arrays:
             raise ValueError(f"{name} must be [{form.arrays[name][0].replace(' ', ', ')}], not empty: {list(x.shape)}.")
     if given[form.shown].ndim - form.inner not in (1, 2):
         inner = ", ".join(form.arrays[form.shown][0].split()[1:])
@@ -67,7 +67,7 @@ def _find_size(axis: str, sizes: dict[str, int]) -> int | str:
 def _check_sharing(form: MixerForm, heads: int, shared: int) -> None:
     if not shared or heads % shared:
         raise ValueError(
-            f"{heads} heads of {form.shown} cannot share {shared} heads of {form.of_shared_heads[0]}: the first must "
+            f"{heads} heads of {form.shown} cannot share {shared} heads of {form.shared_arrays[0]}: the first must "
             "be a multiple."
         )
 

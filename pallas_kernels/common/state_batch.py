@@ -131,29 +131,29 @@ class MixerForm(NamedTuple):
         return len(self.arrays[self.shown][0].split()) - 1
 
     @property
-    def of_tokens(self) -> set[str]:
+    def token_arrays(self) -> set[str]:
         """The arrays that have token axes."""
         return {name for name, (form, *_) in self.arrays.items() if form.startswith("...")}
 
     @property
     def fixed(self) -> set[str]:
         """The arrays without token axes that states depend on."""
-        return set(self.arrays) - self.of_tokens - {"states", *self.unread}
+        return set(self.arrays) - self.token_arrays - {"states", *self.unread}
 
     @property
-    def of_shared_heads(self) -> list[str]:
+    def shared_arrays(self) -> list[str]:
         """The arrays of fewer heads, which others share."""
         return [name for name, (form, *_) in self.arrays.items() if self.shared in form.split()]
 
     def find_stand_in(self, name: str) -> str | None:
         """Returns an array of the same axes as one that is not read, if there is any."""
-        read = [other for other in self.arrays if other in self.of_tokens and other not in self.unread]
+        read = [other for other in self.arrays if other in self.token_arrays and other not in self.unread]
         return next((other for other in read if self.arrays[other] == self.arrays[name]), None)
 
     def find_heads(self, name: str, num_axes: int) -> int:
         """Returns which axis of an array holds heads, or channels, behind `num_axes` token axes if it has these."""
         found = next(i for i, axis in enumerate(self.arrays[name][0].split()) if axis in (self.heads, self.shared))
-        return found - 1 + num_axes if name in self.of_tokens else found
+        return found - 1 + num_axes if name in self.token_arrays else found
 
 
 # All mixers, by the names of their doors.

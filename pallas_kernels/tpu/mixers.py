@@ -144,7 +144,7 @@ def gated_delta_rule(
             keys, numbers = ((*keys, g), [beta]) if g.ndim == v.ndim else (keys, [g, beta])
             return _prefill(keys, v, numbers, states, batch, v.dtype, _is_wide(v), interpret)
 
-        return _share(decode, prefill, dict(q=q, k=k, v=v, g=g, beta=beta), v.shape[:-2], states, batch)
+        return _share(decode, prefill, dict(q=q, k=k, v=v, g=g, beta=beta), v, states, batch)
     groups = states.shape[1] // heads_of_item(states)
     q = q.astype(jnp.float32) * scale
     g = jnp.maximum(g.astype(jnp.float32), LEAST_GATE)
@@ -180,9 +180,9 @@ def state_space(
             dt = dt.astype(jnp.float32)
             values = x.astype(jnp.float32) * dt[..., None]
             y, states = _prefill((C, B), values, [_gates(dt, A)], states, batch, jnp.float32, _is_wide(x), interpret)
-            return hide_padding(_skip(y, x, D), x, batch), states
+            return _skip(y, x, D).astype(x.dtype), states
 
-        return _share(decode, prefill, dict(x=x, dt=dt, B=B, C=C), x.shape[:-2], states, batch)
+        return _share(decode, prefill, dict(x=x, dt=dt, B=B, C=C), x, states, batch)
     dt = dt.astype(jnp.float32)
     groups = states.shape[1] // heads_of_item(states)
     numbers = _stack([_gates(dt, A), dt], groups)
@@ -215,19 +215,23 @@ def _share(
     decode: Callable[..., Any],
     prefill: Callable[..., Any],
     tokens: dict[str, jax.Array],
-    axes: tuple[int, ...],
+    values: jax.Array,
     states: jax.Array,
     batch: StateBatch,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns outputs and the pool of a step of which rows of one token are decoded, and others prefilled.
+    """Returns outputs like `values`, 0 for padding, and the pool, of a step of which rows of one token are decoded, and
+    others prefilled.
 
     Args:
-      decode, prefill: `(tokens, states, batch) -> (y, states)`, of tokens `[S, 1, ...]`, and of others.
-      tokens: arrays, with the token axes `axes` first.
+      decode, prefill: `(tokens, states, batch) -> (y, states)`, of tokens `[S, 1, ...]`, and of others; there
+        padding may be anything.
+      tokens: arrays, with the token axes of `values` first.
     """
-    flat = batch.flatten(axes)
     if batch.slots.shape[0] == 1:
-        return prefill(tokens, states, batch)
+        y, states = prefill(tokens, states, batch)
+        return hide_padding(y, values, batch), states
+    axes = values.shape[:-2]
+    flat = batch.flatten(axes)
     assert flat.query_starts is not None
     few, many, is_many = share_rows(flat, 2, states.shape[0])
     starts = jnp.clip(flat.query_starts, 0, math.prod(axes) - 1)
@@ -235,7 +239,7 @@ def _share(
     of_few, states = decode(first, states, few)
     y, states = prefill(tokens, states, many)
     row = locate(axes, batch.kv_lens, batch.query_lens, batch.query_starts).row
-    return hide_padding(merge_rows(of_few[row, 0], y, is_many, row), y, batch), states
+    return hide_padding(merge_rows(of_few[row, 0], y, is_many, row), values, batch), states
 
 
 def _prefill(
@@ -248,21 +252,21 @@ def _prefill(
     exact: bool,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns outputs like `values`, 0 for padding, and the pool, of a step of any tokens; see `prefill_states`."""
+    """Returns outputs like `values`, with anything for padding, and the pool, of a step of any tokens; see
+    `prefill_states`."""
     axes = values.shape[:-2]
     flat, token = batch.flatten(axes), locate(axes, batch.kv_lens, batch.query_lens, batch.query_starts)
-    row, position, valid = (x.reshape(-1) for x in (token.row, token.position, token.valid))
-    chunks = list_chunks(flat, valid.size, states.shape[0])
+    row, position = token.row.reshape(-1), token.position.reshape(-1)
+    chunks = list_chunks(flat, row.size, states.shape[0])
     found, (v, *rates) = (
-        [gather_tokens(x.reshape(valid.size, *x.shape[len(axes) :]), chunks) for x in arrays]
+        [gather_tokens(x.reshape(row.size, *x.shape[len(axes) :]), chunks) for x in arrays]
         for arrays in (keys, (values, *numbers))
     )
     has_delta, stacked = len(found) + len(rates) > 3, jnp.stack([x.astype(jnp.float32) for x in rates], axis=1)
     y, states = prefill_states(
         has_delta, tuple(found), v, stacked, states, chunks, dtype, exact=exact, interpret=interpret
     )
-    y = scatter_tokens(y, flat, row, position)
-    return jnp.where(valid[:, None, None], y, jnp.zeros((), dtype)).reshape(values.shape), states
+    return scatter_tokens(y, flat, row, position).reshape(values.shape), states
 
 
 def _group(x: jax.Array, groups: int) -> jax.Array:

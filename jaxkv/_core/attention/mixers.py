@@ -308,7 +308,7 @@ def _open(
         slots, (apart, find) = found.slots, found.apart()
         target = jnp.where((slots.slots == NULL_SLOT) | _guessing(slots), -1, slots.slots)  # -1: not written
         longest = 1 if packed is not None else token_axes[-1]
-        fixed = {label: x for label, x in options.items() if label in form.fixed}
+        fixed = {label: options[label] for label in form.fixed}
         recorded = record_inputs(found, slots, name, door.__name__, tokens, **fixed)
         y, states = run_on_mesh(door, apart[name], found.heads)(
             **arrays,

@@ -43,7 +43,7 @@ def run_on_mesh(door: Callable[..., Any], states: jax.Array, axis: str | None) -
             assert axis is not None
             at = {name: form.find_heads(name, front) for name in form.arrays if name in arrays}
             specs |= {name: head_spec(place, axis) for name, place in at.items()}
-            arrays |= {name: _repeat(arrays[name], at[name], count) for name in form.of_shared_heads}
+            arrays |= {name: _repeat(arrays[name], at[name], count) for name in form.shared_arrays}
         y = specs[form.shown]
         return _run(
             arrays, door=door, static=static, specs=tuple(specs.items()), out_specs=(y, specs["states"]), mesh=mesh

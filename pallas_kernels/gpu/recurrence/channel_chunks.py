@@ -27,7 +27,6 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     COLUMN,
     SQUARE,
     WIDTH,
-    ChunkWalk,
     await_outputs,
     columns,
     halve,
@@ -41,6 +40,7 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     operand,
     pair_halves,
     walk_rows,
+    walk_turned,
     write_tokens,
 )
 from pallas_kernels.gpu.recurrence.rows import plan_chunks
@@ -159,12 +159,7 @@ def run_channel_chunks(
             following(fetch(SQUARES))
             return (state,)
 
-        def places(slot):
-            here = pl.ds(anew(part) * WIDTH, WIDTH)  # or addresses would be kept from the reads to the writes
-            return [states_ref.at[slot, anew(head), :, here].T]
-
-        # Turned in registers, for global memory does not take them else.
-        walk = ChunkWalk(begin, places, run_chunk, plgpu.Layout.WGMMA_TRANSPOSED)
+        walk = walk_turned(begin, run_chunk, states_ref, head, part)
         walk_rows(rows_ref, first, states, walk, snapshots_ref, every)
 
     def delta_rule_channel_chunks(*refs):  # the name that profiles and dumps show

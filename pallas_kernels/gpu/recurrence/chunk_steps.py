@@ -239,6 +239,19 @@ class ChunkWalk(NamedTuple):
     layout: Any = LAYOUT  # in which they are loaded and stored
 
 
+def walk_turned(
+    begin: Callable[[Any], None], run_chunk: Callable[..., Any], states_ref: Any, head: Any, part: Any
+) -> ChunkWalk:
+    """Returns the walk of a delta rule, over 64 values of a head's state: they lie along the lines of products, and are
+    turned in registers, for global memory does not take them else."""
+
+    def places(slot):
+        here = pl.ds(anew(part) * WIDTH, WIDTH)  # or addresses would be kept from the reads to the writes
+        return [states_ref.at[slot, anew(head), :, here].T]
+
+    return ChunkWalk(begin, places, run_chunk, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
 def walk_rows(
     rows_ref: Any, first: Any, states: jax.Array, walk: ChunkWalk, snapshots_ref: Any, every: int | None
 ) -> None:

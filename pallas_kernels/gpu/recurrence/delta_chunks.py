@@ -18,7 +18,6 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     COLUMN,
     SQUARE,
     WIDTH,
-    ChunkWalk,
     await_outputs,
     columns,
     halve,
@@ -32,11 +31,12 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     operand,
     pair_halves,
     walk_rows,
+    walk_turned,
     write_tokens,
 )
 from pallas_kernels.gpu.recurrence.delta_pairs import ChunkPairs, relate_tokens
 from pallas_kernels.gpu.recurrence.rows import plan_chunks
-from pallas_kernels.gpu.tiles import InterpretParams, anew, store
+from pallas_kernels.gpu.tiles import InterpretParams, store
 
 
 class DeltaBuffers(NamedTuple):
@@ -144,12 +144,7 @@ def run_delta_chunks(
             gained, _ = multiply_while(write, interpret, (WIDTH, keys), *((half, k_s) for half in worth))
             return (state * jnp.exp(whole) + gained,)
 
-        def places(slot):
-            here = pl.ds(anew(part) * WIDTH, WIDTH)  # or addresses would be kept from the reads to the writes
-            return [states_ref.at[slot, anew(head), :, here].T]
-
-        # Turned in registers, for global memory does not take them else.
-        walk = ChunkWalk(begin, places, run_chunk, plgpu.Layout.WGMMA_TRANSPOSED)
+        walk = walk_turned(begin, run_chunk, states_ref, head, part)
         walk_rows(rows_ref, first, states, walk, snapshots_ref, every)
 
     def gated_delta_rule_chunks(*refs):  # the name that profiles and dumps show

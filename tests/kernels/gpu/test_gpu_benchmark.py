@@ -138,11 +138,11 @@ def test_rows_are_measured_in_the_order_of_what_is_asked_for():
     states = {"what": "states", "kind": "qwen3-next", "by": "xla"}
     pieces = [(row, None) for row in ({"what": "decode", "kind": "int8"}, states, {"what": "prefill"})]
     only = ["prefill.*ours", "kind=int"]
-    assert [row["what"] for row, _ in gpu.in_order(pieces, only)] == ["prefill", "decode", "states"]
-    assert gpu.in_order(pieces, []) == pieces
+    assert [row["what"] for row, _ in gpu.sort_pieces(pieces, only)] == ["prefill", "decode", "states"]
+    assert gpu.sort_pieces(pieces, []) == pieces
     rows = [f"{row} by=ours" for row in ("prefill", "kind=int8", "states")]
-    assert [re.search(gpu.join(only), row) is not None for row in rows] == [True, True, False]
-    assert re.search(gpu.join([]), "anything")
+    assert [re.search(gpu.match_any(only), row) is not None for row in rows] == [True, True, False]
+    assert re.search(gpu.match_any([]), "anything")
 
 
 @jax.tree_util.register_static

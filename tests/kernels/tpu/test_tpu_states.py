@@ -526,7 +526,7 @@ CONTROLS = {
     ),
     "places behind a decoded token": (
         MIXED._replace(packed=False), PLAIN,
-        Plant("mixers:_share", "hide_padding(merge_rows(of_few[row, 0], y, is_many, row), y, batch)",
+        Plant("mixers:_share", "hide_padding(merge_rows(of_few[row, 0], y, is_many, row), values, batch)",
               "merge_rows(of_few[row, 0], y, is_many, row)"),
     ),
     "rows of many tokens before those of one": (
