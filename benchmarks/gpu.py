@@ -39,7 +39,7 @@ from _harness import RESULTS, commit, table, write
 from gpu_book import Book, compile_tasks, run_tasks, run_worker, share_programs, words
 from gpu_check import KERNELS, check
 from gpu_contenders import compile_ahead, contenders, give_back, lowered, step_of
-from gpu_states import LAYERS, Shape, measure_step, steps_of
+from gpu_states import LAYERS, STEPS, Shape, measure_step, steps_of
 from gpu_timing import Contender, kernel_seconds, seconds_of
 from gpu_work import MAX_BYTES, Model, Piece, Point, Rivals, headlines, others, tiny
 
@@ -278,13 +278,13 @@ def measure(book: Book, until: float, interpret, *, quick: bool, only: list[str]
 
 def state_pieces(*, dry: bool, interpret) -> Iterator[tuple[dict[str, Any], Shape, Callable[[], Contender]]]:
     """Yields steps of layers that keep a state, by everyone: what a row says of each, the layer, and its program."""
-    layers = [("tiny", Shape("state_space", 2, 1, 32, 16), 2, 1)] if dry else [
-        (name, LAYERS[name], rows, tokens) for rows, tokens in ((32, 1), (1, 2048)) for name in LAYERS
+    layers = [("tiny", Shape("state_space", 2, 1, 32, 16), (1, 1))] if dry else [
+        (name, LAYERS[name], new) for new in STEPS.values() for name in LAYERS
     ]  # fmt: skip
-    for name, layer, rows, tokens in layers:
-        for by, prepare in steps_of(layer, rows, tokens, interpret):
-            what = {"what": "states", "heads": layer.heads, "batch": rows, "new": tokens, "kind": name, "by": by}
-            yield what, layer, prepare
+    for name, layer, new in layers:
+        for by, prepare in steps_of(layer, new, interpret):
+            what = {"what": "states", "heads": layer.heads, "batch": len(new), "new": max(new), "kind": name, "by": by}
+            yield what | {"ragged": len(set(new)) > 1}, layer, prepare
 
 
 def rivals_of(who: Rivals, *, quick: bool) -> Rivals:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from gpu_book import TRYING, Book
 from gpu_plans import FORMS, use_form
-from gpu_states import check_states
+from gpu_states import check_chunks, check_states
 
 from pallas_kernels import gpu, testing, xla
 from pallas_kernels.testing import Case
@@ -31,7 +31,9 @@ KERNELS = {  # what a kind of case starts, the simplest first: the first to hang
     "latent mixed": "paged_latent_prefill, paged_latent_decode and paged_decode_merge",
     **{form: f"paged_prefill in the form {form}" for form in FORMS},
     "states": "gated_delta_rule and state_space",
+    "chunks of states": "channel_chunks, delta_chunks, space_chunks, and what runs before and beside them",
 }
+CHECKS_OF_STATES = {"states": check_states, "chunks of states": check_chunks}
 KINDS = {"quantised": ("int8", "float8_e4m3fn", "float8_e5m2"), "four bits": ("int4",)}
 
 
@@ -76,8 +78,8 @@ def check(book: Book, interpret, *, each: int, seconds: float, only_kind: str | 
     bad = {row["by"] for row in tried if row.get("error") == TRYING or "broken" in row}
     todo: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
     for nth, kind in itertools.product(range(each), KERNELS):
-        if kind == "states":
-            todo.append((kind, f"{nth}: rows of states", functools.partial(check_states, nth, interpret)))
+        if kind in CHECKS_OF_STATES:
+            todo.append((kind, f"{nth}: rows of states", functools.partial(CHECKS_OF_STATES[kind], nth, interpret)))
             continue
         case = next(itertools.islice(cases(kind), nth, None))
         todo.append((kind, f"{nth}: {case}", functools.partial(check_case, case, interpret, kind, nth)))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from gpu_contenders import ours
-from gpu_states import LAYERS, make_batch
+from gpu_states import LAYERS, STEPS, axes_of, make_batch
 from gpu_work import LATENT, LLAMA, Point, inputs
 
 from pallas_kernels.gpu import mixers
@@ -34,7 +34,7 @@ POINTS = {
     "latent-prefill": dataclasses.replace(LATENT, batch=1, context=2048, new=2048),
     "chosen": dataclasses.replace(LATENT, context=32_768, chosen=2048),
 }
-STATES = {f"{name}{suffix}": (name, *of) for name in LAYERS for suffix, of in (("", (32, 1)), ("-prompt", (1, 2048)))}
+STATES = {name + suffix: (name, new) for name in LAYERS for suffix, new in STEPS.items()}
 
 
 def find_call(name: str) -> Callable[..., Any]:
@@ -50,10 +50,10 @@ def make_arrays(name: str) -> tuple[Any, ...]:
     if name in POINTS:
         arrays = inputs(POINTS[name], 1)
         return arrays["q"], arrays["pools"][0], *(arrays[x] for x in ("tables", "lengths", "new"))
-    layer, rows, tokens = STATES[name]
+    layer, new = STATES[name]
     shape, key = LAYERS[layer], jax.random.key(0)
-    states = jax.random.normal(key, (rows + 1, *shape.state), jnp.float32)
-    return shape.arrays((rows, tokens), key) | {"states": states}, make_batch(rows, tokens)
+    states = jax.random.normal(key, (len(new) + 1, *shape.state), jnp.float32)
+    return shape.arrays(axes_of(new), key) | {"states": states}, make_batch(new)
 
 
 def main() -> None:

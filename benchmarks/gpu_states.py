@@ -6,7 +6,7 @@ A decode step reads and writes the states of all rows once, as a copy in place o
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -65,31 +65,57 @@ LAYERS = {
     "kimi-linear": Shape(groups=32, channels=True),
     "nemotron-h": Shape("state_space", heads=128, groups=8, values=64),
 }
+STEPS = {"": (1,) * 32, "-prompt": (2048,), "-mixed": (1,) * 31 + (225,)}  # tokens of rows, as an engine sends them
 
 
 def check_states(nth: int, interpret: Any) -> dict[str, Any]:
-    """Compares one random step with the reference: rows of other slots, of no tokens, and NaN where nobody reads."""
+    """Compares one random step of small layers and few tokens with the reference."""
     chosen = random.Random(nth)
     small = chosen.choice((Shape(heads=2, groups=1, keys=16, values=64), Shape(heads=2, groups=2, channels=True)))
     space = Shape("state_space", heads=4, groups=2, keys=chosen.choice((32, 128)), values=chosen.choice((16, 64)))
-    rows, most = chosen.choice((1, 4, 40)) if interpret is None else 2, chosen.choice((1, 1, 3, 70))
-    most = most if interpret is None else 2
-    if most == 70:  # in chunks
-        space = dataclasses.replace(space, keys=128, values=64)
-        small = chosen.choice((small, Shape(heads=4, groups=2), Shape(heads=4, groups=2, channels=True)))
-    shape = chosen.choice((small, space)) if interpret is None else dataclasses.replace(space, keys=32, values=16)
-    new = np.array([chosen.randint(0, most) for _ in range(rows)])
+    if interpret is not None:
+        return compare_step(dataclasses.replace(space, keys=32, values=16), [2, 1], chosen, interpret)
+    rows, most = chosen.choice((1, 4, 40)), chosen.choice((1, 1, 3))
+    return compare_step(chosen.choice((small, space)), [chosen.randint(0, most) for _ in range(rows)], chosen)
+
+
+def check_chunks(nth: int, interpret: Any) -> dict[str, Any]:
+    """Compares one random step with the reference whose rows have many tokens, one or none: of each kind of layer in
+    turn."""
+    chosen = random.Random(nth)
+    shape = CHUNKED[nth % len(CHUNKED)]
+    if interpret is not None:  # as rows of few go
+        return compare_step(dataclasses.replace(shape, heads=2, groups=1), [2, 0], chosen, interpret)
+    most = chosen.choice((20, 70, 200))
+    rows = chosen.choice((1, 3, 12))
+    new = [chosen.choice((0, 1, 9, chosen.randint(16, most), most)) for _ in range(rows)]
+    return compare_step(shape, [*new, most], chosen)
+
+
+CHUNKED = (
+    Shape(heads=4, groups=4, channels=True),
+    Shape(heads=4, groups=2),
+    Shape("state_space", heads=4, groups=2, keys=128, values=64),
+)
+
+
+def compare_step(shape: Shape, new: list[int], chosen: random.Random, interpret: Any = None) -> dict[str, Any]:
+    """Compares a step with the reference, padded or packed: rows of other slots, and NaN where nobody reads."""
+    rows, packed = len(new), chosen.random() < 0.5
     new[0] = max(new[0], 1)
-    lengths = new + np.array([chosen.choice((0, 9)) for _ in range(rows)]) * (new > 0)
+    query_lens = np.array(new)
+    lengths = query_lens + np.array([chosen.choice((0, 9)) for _ in range(rows)]) * (query_lens > 0)
     # Some rows read a slot that the last of them writes, as rows that were forked do.
     slots = np.array([chosen.choice((1, 2, 3 + row)) for row in range(rows)])
     last = {int(slot): row for row, slot in enumerate(slots) if new[row]}
     to = np.array([slot if last.get(int(slot)) == row else 3 + rows + row for row, slot in enumerate(slots)])
-    batch = StateBatch(*(jnp.asarray(x, jnp.int32) for x in (slots, lengths, new)), None, jnp.asarray(to, jnp.int32))
-    key, stored = jax.random.key(nth), chosen.choice((jnp.float32, jnp.float32, jnp.bfloat16))
-    read = np.isin(np.arange(3 + 2 * rows), slots[(new > 0) & (lengths > new)])
+    ints = (jnp.asarray(x, jnp.int32) for x in (slots, lengths, query_lens))
+    batch = StateBatch(*ints, None, jnp.asarray(to, jnp.int32))
+    key, stored = jax.random.key(chosen.randrange(2**31)), chosen.choice((jnp.float32, jnp.float32, jnp.bfloat16))
+    read = np.isin(np.arange(3 + 2 * rows), slots[(query_lens > 0) & (lengths > query_lens)])
     held = jnp.where(read[:, None, None, None], jax.random.normal(key, (read.size, *shape.state)), jnp.nan)
-    arrays = shape.arrays((rows, most), key) | {"states": held.astype(stored)}
+    axes = (sum(new) + chosen.choice((0, 5)),) if packed else (rows, max(new))
+    arrays = shape.arrays(axes, key) | {"states": held.astype(stored)}
     ours = functools.partial(getattr(mixers, shape.op), batch=batch, interpret=interpret)
     y, states = jax.jit(lambda arrays: ours(**arrays))(arrays)
     wanted, expected = getattr(reference_mixers, shape.op)(**arrays, batch=batch)
@@ -98,22 +124,26 @@ def check_states(nth: int, interpret: Any) -> dict[str, Any]:
     return {"agrees": True}
 
 
-def make_batch(rows: int, tokens: int) -> StateBatch:
+def make_batch(new: Sequence[int]) -> StateBatch:
     """Returns rows of so many tokens behind 50 others, each with a slot of its own."""
-    row = jnp.arange(rows, dtype=jnp.int32)
-    return StateBatch(row + 1, 50 + tokens + 0 * row, tokens + 0 * row, None, row + 1)
+    row, query_lens = jnp.arange(len(new), dtype=jnp.int32), jnp.asarray(new, jnp.int32)
+    return StateBatch(row + 1, 50 + query_lens, query_lens, None, row + 1)
 
 
-def steps_of(
-    shape: Shape, rows: int, tokens: int, interpret: Any
-) -> Iterator[tuple[str, Callable[[], Contender]]]:  # fmt: skip
-    """Who takes part in a step of so many rows and tokens of each: this library's kernels, those of many tokens with a
-    gate a channel once more token by token, XLA, and in decode a copy in place."""
+def axes_of(new: Sequence[int]) -> tuple[int, ...]:
+    """Returns the token axes of such rows: padded, or packed where rows differ."""
+    return (len(new), new[0]) if len(set(new)) == 1 else (sum(new),)
+
+
+def steps_of(shape: Shape, new: Sequence[int], interpret: Any) -> Iterator[tuple[str, Callable[[], Contender]]]:
+    """Who takes part in a step of rows of so many tokens: this library's kernels, those of many tokens with a gate a
+    channel once more token by token, XLA, and in decode a copy in place."""
+    rows, tokens = len(new), max(new)
     size = rows * int(np.prod(shape.state)) * 4
     pools, expected = min(8, max(2, -(-int(IN_TURN) // size))), 2 * size / 2e12 + tokens * 1e-6 + 10e-6
     if interpret is not None:
         pools, expected = 1, 1.0
-    key, batch = jax.random.key(0), make_batch(rows, tokens)
+    key, batch = jax.random.key(0), make_batch(new)
 
     def prepare(step: Callable[[dict[str, jax.Array]], Any]) -> Contender:
         step = jax.jit(step)  # traced and lowered once for all pools
@@ -128,7 +158,7 @@ def steps_of(
                     arrays |= {gate: arrays[gate] + 1e-9 * y.ravel()[0]}
             return held, arrays[name]
 
-        arrays = shape.arrays((rows, tokens), key)
+        arrays = shape.arrays(axes_of(new), key)
         held = [[jax.random.normal(key, (rows + 1, *shape.state), jnp.float32) for _ in range(pools)]]
 
         def run() -> Any:
