@@ -5,10 +5,12 @@ A decode step reads and writes the states of all rows once, as a copy in place o
 
 import dataclasses
 import functools
+import importlib.util
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import gpu_states_peer
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,6 +172,11 @@ def steps_of(shape: Shape, new: Sequence[int], interpret: Any) -> Iterator[tuple
     def on(module: Any, **options: Any) -> Callable[[dict[str, jax.Array]], Any]:
         return lambda arrays: getattr(module, shape.op)(**arrays, batch=batch, **options)
 
+    def by_peer() -> Contender:
+        arrays = shape.arrays(axes_of(new), key)
+        held = [jax.random.normal(key, (rows + 1, *shape.state), jnp.float32) for _ in range(pools)]
+        return gpu_states_peer.by_fla(arrays, held, batch, new, expected)
+
     yield "ours", lambda: prepare(on(mixers, interpret=interpret))
     if tokens > 1 and shape.channels:  # as queries of float32 go
         by_token = on(mixers, interpret=interpret)
@@ -177,6 +184,8 @@ def steps_of(shape: Shape, new: Sequence[int], interpret: Any) -> Iterator[tuple
             "token by token",
             lambda: prepare(lambda arrays: by_token(arrays | {"q": arrays["q"].astype(jnp.float32)})),
         )
+    if shape.op == "gated_delta_rule" and importlib.util.find_spec("fla"):
+        yield gpu_states_peer.NAME, by_peer
     yield "xla", lambda: prepare(on(xla_mixers))
     if tokens == 1:
         yield "copy in place", lambda: prepare(lambda arrays: (jnp.zeros((), jnp.bfloat16), arrays["states"] * 1.0001))
