@@ -29,10 +29,15 @@ def add_model(add: Any, default: str | None) -> None:
     )
 
 
-def add_sampling(add: Any, max_new_tokens: int) -> None:
-    """Adds the options of how tokens are chosen; a model's generation_config.json speaks where they are not given."""
+def add_sampling(add: Any, max_new_tokens: int | None) -> None:
+    """Adds the options of how tokens are chosen; a model's generation_config.json speaks where they are not given.
+
+    Args:
+      max_new_tokens: how many tokens an answer has by default; None: as many as there is room for.
+    """
     own = "default: generation_config.json's, or"
-    add("--max-new-tokens", type=parse_count, default=max_new_tokens, help="of an answer; default: %(default)s")
+    default = "as many as there is room for" if max_new_tokens is None else "%(default)s"
+    add("--max-new-tokens", type=parse_count, default=max_new_tokens, help=f"of an answer; default: {default}")
     add("--temperature", type=float, help=f"0: always the likeliest token; {own} 0.7")
     add("--top-k", type=int, help=f"sample among so many likeliest tokens; 0: all; {own} 0")
     add("--top-p", type=float, help=f"sample among the likeliest tokens of this probability; {own} 1")
@@ -105,7 +110,8 @@ def add_serve(commands: Any) -> None:
     parser.set_defaults(run="jaxkv._cli.http.serve:serve")
     add = parser.add_argument
     add_model(add, None)
-    add_sampling(add, 1024)
+    add_sampling(add, None)
+    add("--served-model-name", nargs="+", help="names by which requests ask for it; default: the last part of --model")
     add("--host", default="127.0.0.1", help="default: %(default)s, this machine alone; 0.0.0.0: all who reach it")
     add("--port", type=int, default=8000, help="default: %(default)s")
     add("--max-seqs", type=parse_count, default=16, help="sequences computed at the same time; default: %(default)s")

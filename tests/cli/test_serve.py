@@ -51,7 +51,7 @@ def served(folder):  # noqa: F811
     """An engine, its tokenizer, and the address of a server in a thread."""
     model, text, port = models.load(folder), jaxkv.text.Tokenizer(folder), free_port()
     engine = jaxkv.Engine(model, max_seqs=4, max_seq_len=256, max_waiting=40, prefix_cache=True)
-    app = make_app(engine, text, "tiny", (257,), {"temperature": 0.0})
+    app = make_app(engine, text, ["tiny"], (257,), {"temperature": 0.0})
     server = Server(uvicorn.Config(app, port=port, log_level="critical"))
     with engine, engine.serve():
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
@@ -141,7 +141,7 @@ WRONG = {
     "log-probabilities of nothing": {"top_logprobs": 2}, "min_p beyond 1": {"min_p": 2},
     "top_k of text": {"top_k": "x"},
     "other penalties": {"repetition_penalty": 1.1}, "a least number of tokens": {"min_tokens": 2},
-    "no end": {"ignore_eos": True}, "tokens of text": {"max_tokens": "5"},
+    "tokens of text": {"max_tokens": "5"},
     "no content": {"messages": [{"role": "user"}]},
     "null for a content": {"messages": [{"role": "user", "content": None}]},
     "a picture": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -149,6 +149,9 @@ WRONG = {
     "a part without a form": {"messages": [{"role": "user", "content": ["x"]}]},
     "half a character": {"messages": [{"role": "user", "content": "\ud800"}]},
     "a prompt that is too long": {"messages": [{"role": "user", "content": "x" * 2000}]},
+    "stop tokens of text": {"stop_token_ids": ["x"]}, "an empty salt": {"cache_salt": ""},
+    "template arguments of text": {"chat_template_kwargs": "x"}, "end of a text": {"ignore_eos": "yes"},
+    "messages twice": {"chat_template_kwargs": {"messages": []}}, "itself": {"chat_template_kwargs": {"self": 1}},
 }  # fmt: skip
 
 
@@ -254,6 +257,64 @@ def test_a_wrong_completion_is_answered_by_a_sentence(served, name):
     assert engine.is_served and engine.is_idle
 
 
+# What vLLM takes, and OpenAI; a value that would change an answer.
+FOREIGN = {
+    "guided_json": {"type": "object"}, "guided_choice": ["a"], "guided_regex": "a+", "guided_grammar": "a",
+    "structured_outputs": {"choice": ["a"]}, "response_format": {"type": "json_object"}, "bad_words": ["a"],
+    "allowed_token_ids": [1], "logits_processors": ["a"], "min_tokens": 2, "logit_bias": {"1": 5},
+    "frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 1.1, "use_beam_search": True,
+    "length_penalty": 2.0, "best_of": 3, "truncate_prompt_tokens": 5, "prompt_logprobs": 1,
+    "skip_special_tokens": False, "return_token_ids": True, "return_tokens_as_token_ids": True, "prompt_embeds": "a",
+    "tools": [{"type": "function"}], "functions": [{}], "tool_choice": "required", "function_call": {"name": "a"},
+    "chat_template": "{{ messages }}", "continue_final_message": True, "documents": [{"text": "a"}], "echo": True,
+    "add_special_tokens": True, "thinking_token_budget": 5, "audio": {}, "modalities": ["text", "audio"],
+    "prediction": {"content": "a"}, "web_search_options": {}, "lora_path": "a", "regex": "a", "json_schema": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FOREIGN)
+def test_what_is_not_done_is_refused_by_name(served, field):
+    body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 2, field: FOREIGN[field]}
+    found = httpx.post(served[2] + "/v1/chat/completions", json=body)
+    assert found.status_code == 400 and found.json()["error"]["message"].startswith(field), found.text
+
+
+def test_fields_of_vllm_are_done(served, client, expected, monkeypatch):
+    engine, text, _ = served
+    told = []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda *a, **given: told.append((a, given)) or submit(*a, **given))
+    own = {"priority": 3, "cache_salt": "me", "top_k": -1, "ignore_eos": True}
+    ask(client, QUESTIONS[0], max_tokens=2, extra_body=own)
+    assert told[-1][1]["priority"] == 3 and told[-1][1]["salt"] == "me" and told[-1][1]["eos"] == ()
+    assert told[-1][1]["top_k"] == 0, "-1: all"
+    tokens = engine.submit(text.chat([{"role": "user", "content": QUESTIONS[0]}]), 20).result(60)
+    at = next(i for i in range(5, 20) if tokens[i] not in tokens[:i])
+    own = {"stop_token_ids": [tokens[at]], "include_stop_str_in_output": True, "priority": None}
+    found = ask(client, QUESTIONS[0], max_tokens=20, stop=["no such text"], extra_body=own)
+    assert found.choices[0].message.content == expected(QUESTIONS[0], at + 1)
+    assert found.choices[0].finish_reason == "stop" and found.usage.completion_tokens == at + 1
+    alone = ask(client, QUESTIONS[0], max_tokens=20, extra_body={"stop_token_ids": [tokens[at]]}).choices[0]
+    assert alone.message.content == expected(QUESTIONS[0], at)
+    message = [{"role": "user", "content": QUESTIONS[0]}]
+    ask(client, QUESTIONS[0], max_tokens=2, extra_body={"add_generation_prompt": False})
+    assert told[-1][0][0] == text.chat(message, add_generation_prompt=False) != text.chat(message)
+    given = []
+    monkeypatch.setattr(text, "chat", lambda *a, **more: given.append(more) or [1])
+    more = {"chat_template_kwargs": {"enable_thinking": False}}
+    ask(client, QUESTIONS[0], max_tokens=2, reasoning_effort="low", extra_body=more)
+    assert given == [{"enable_thinking": False, "reasoning_effort": "low"}]
+
+
+def test_another_model_is_not_served(served):
+    url, body = served[2] + "/v1/chat/completions", {"messages": [{"role": "user", "content": "?"}], "max_tokens": 2}
+    found = httpx.post(url, json=body | {"model": "my-lora"})
+    assert found.status_code == 404 and "'my-lora'" in found.text and "tiny" in found.text and "leave" in found.text
+    for fine in ({}, {"model": None}, {"model": "tiny"}):
+        assert httpx.post(url, json=body | fine, timeout=60).json()["model"] == "tiny"
+    assert httpx.post(url, json=body | {"model": 5}).status_code == 404
+
+
 def test_what_is_off_is_taken():
     given = {"tools": None, "presence_penalty": 0, "response_format": {"type": "text"}, "user": "me", "stop": None}
     assert read_options(given | {"max_tokens": 5}, {"top_k": 3}, 9) == {"top_k": 3, "max_new_tokens": 5}
@@ -261,6 +322,11 @@ def test_what_is_off_is_taken():
     assert read_options({"repetition_penalty": 1.0, "ignore_eos": False, "min_tokens": 0}, {}, 9) == {
         "max_new_tokens": 9
     }
+    off = {"tool_choice": "auto", "function_call": "none", "skip_special_tokens": True, "modalities": ["text"]}
+    off |= {"length_penalty": 1, "best_of": 1, "guided_json": None, "tools": [], "stop_token_ids": [], "echo": False}
+    off |= {"include_stop_str_in_output": False, "cache_salt": None, "add_special_tokens": False, "bad_words": []}
+    assert read_options(off, {}, 9) == {"max_new_tokens": 9, "include_stop": False}
+    ChatCompletion(off, None)
     wanted = {"top_k": 5, "min_p": 0.1, "seed": 5}
     assert read_options(wanted | {"seed": 2**32 + 5}, {}, 9) == wanted | {"max_new_tokens": 9}
 
@@ -286,12 +352,37 @@ def test_those_programs_are_compiled_before_it_listens(monkeypatch):
         serve, "open_model", lambda _: types.SimpleNamespace(model=types.SimpleNamespace(max_seq_len=64))
     )
     monkeypatch.setattr(jaxkv, "Engine", lambda *_, **__: engine)
-    options = "max_seqs max_seq_len memory block_size max_waiting cache_dtype prefix_disk prefix_disk_bytes"
+    options = "seed max_seqs max_seq_len memory block_size max_waiting cache_dtype prefix_disk prefix_disk_bytes"
     with pytest.raises(Compiled) as told:
         serve.serve(
             types.SimpleNamespace(warmup=True, host="127.0.0.1", port=free_port(), **dict.fromkeys(options.split()))
         )
     assert told.value.args[0] == {"kinds": ("greedy", "sampled", "filtered"), "logprobs": (MOST_LOGPROBS,)}
+
+
+def test_what_the_command_says_of_answers_is_taken(monkeypatch, folder):  # noqa: F811
+    """--seed and --max-new-tokens hold where a request says nothing; --served-model-name is what it may ask for."""
+    found = {}
+
+    class Listens(Exception):
+        pass
+
+    def listen(app, _):
+        found["app"] = app
+        raise Listens
+
+    made = jaxkv.Engine
+    monkeypatch.setattr(jaxkv, "Engine", lambda *a, **given: found.update(given) or made(*a, **given))
+    monkeypatch.setattr(serve, "_listen", listen)
+    monkeypatch.setattr(serve, "make_app", lambda *given: given)
+    sizes = ["--max-seqs", "1", "--max-seq-len", "64", "--no-warmup", "--port", "0"]
+    for given, names, most in (
+        ([], [folder.name], None),
+        (["--served-model-name", "a", "b", "--max-new-tokens", "5"], ["a", "b"], 5),
+    ):
+        with pytest.raises(Listens):
+            main(["serve", "--model", str(folder), "--seed", "7", *sizes, *given])
+        assert found["seed"] == 7 and list(found["app"][2]) == names and found["app"][-1] == most
 
 
 def test_a_port_is_looked_at_before_anything_is_compiled(monkeypatch, capsys):

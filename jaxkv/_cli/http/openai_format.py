@@ -9,23 +9,38 @@ MOST_CHOICES = 128  # samples of a request, as OpenAI's: each is built from its 
 # the server compiled before it listened: another number would be a program of its own, for which all others wait.
 MOST_LOGPROBS = 20
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop")
-# What would change an answer, and is not done here: refused unless it is off, for which one has a value of its own.
-# Other unknown fields say nothing of it.
-REFUSED = (
-    "tools",
-    "functions",
-    "logit_bias",
-    "frequency_penalty",
-    "presence_penalty",
-    "audio",
-    "prediction",
-    "suffix",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-)
-OFF = {"repetition_penalty": 1}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "priority")
+RENAMED = {"cache_salt": "salt", "include_stop_str_in_output": "include_stop"}  # what `Engine.submit` calls them
+IN_PYTHON = "leave it out, or serve from Python, where"
+BY_GRAMMAR = f"{IN_PYTHON} a logits_hook follows a grammar (docs/recipes.md)"
+BY_HOOK = f"{IN_PYTHON} jaxkv.hooks has it"
+LEAVE, AS_TEXT = "leave it out", "leave it out, or render the text yourself and send it to /v1/completions"
+# What would change an answer and is not done here, by OpenAI's, vLLM's and SGLang's names, with the way out. Other
+# unknown fields say nothing of an answer.
+REFUSED = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
+        "structural_tag", "grammar", "regex", "ebnf", "json_schema", "allowed_token_ids", "bad_words",
+        "logits_processors"), BY_GRAMMAR),
+    **dict.fromkeys(("logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens"),
+        BY_HOOK),
+    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call", "chat_template", "continue_final_message",
+        "documents"), AS_TEXT),
+    **dict.fromkeys(("audio", "modalities", "prediction", "suffix", "web_search_options", "prompt_embeds",
+        "prompt_logprobs", "truncate_prompt_tokens", "use_beam_search", "length_penalty", "skip_special_tokens",
+        "return_token_ids", "return_tokens_as_token_ids", "thinking_token_budget", "lora_path"), LEAVE),
+}  # fmt: skip
+# What switches a field off, where that is not None, False, 0 or nothing.
+OFF: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,), "length_penalty": (1,), "tool_choice": ("none", "auto"), "modalities": (["text"],),
+    "function_call": ("none", "auto"), "skip_special_tokens": (True,),
+}  # fmt: skip
+# Fields that are on where they are given, whatever their value.
+ON = ("skip_special_tokens", "web_search_options", "json_schema", "audio", "prompt_logprobs")
+CHAT_TYPES = {
+    "logprobs": bool, "top_logprobs": int, "chat_template_kwargs": dict, "add_generation_prompt": bool,
+    "reasoning_effort": str,
+}  # fmt: skip
+OTHER_TYPES = {"cache_salt": str, "include_stop_str_in_output": bool, "ignore_eos": bool, "stop_token_ids": list}
 
 
 class ChatCompletion:
@@ -36,8 +51,11 @@ class ChatCompletion:
 
     def __init__(self, body: dict[str, Any], text: Any):
         self.body, self.text = body, text
-        _check_types(body, logprobs=bool, top_logprobs=int)
+        _check_types(body, **CHAT_TYPES)
         _check_count(body, "top_logprobs")
+        for field, instead in (("echo", "continue a text by /v1/completions"), ("add_special_tokens", LEAVE)):
+            if body.get(field):
+                raise ValueError(f"{field} is not supported for chats: {instead}.")
         if body.get("top_logprobs") and not body.get("logprobs"):
             raise ValueError("top_logprobs is for a request with logprobs: give logprobs=true, too, or leave it out.")
         self.num_logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
@@ -46,7 +64,13 @@ class ChatCompletion:
         messages = self.body.get("messages")
         if isinstance(messages, list):
             messages = [_read_message(message, number) for number, message in enumerate(messages)]
-        return [self.text.chat(messages)]
+        variables = dict(self.body.get("chat_template_kwargs") or {})
+        if reserved := {"self", "messages"} & variables.keys():
+            raise ValueError(f"chat_template_kwargs cannot have {min(reserved)!r}: leave it out.")
+        for field in ("add_generation_prompt", "reasoning_effort"):
+            if self.body.get(field) is not None:
+                variables[field] = self.body[field]
+        return [self.text.chat(messages, **variables)]
 
     def options(self) -> dict[str, Any]:
         return {} if self.num_logprobs is None else {"logprobs": MOST_LOGPROBS}
@@ -90,11 +114,9 @@ class Completion:
 
     def __init__(self, body: dict[str, Any], text: Any):
         self.body, self.text = body, text
-        _check_types(body, logprobs=int, echo=bool, best_of=int)
+        _check_types(body, logprobs=int, echo=bool)
         _check_count(body, "logprobs")
         self.num_logprobs, self.echo = body.get("logprobs"), bool(body.get("echo"))
-        if body.get("best_of") not in (None, body.get("n", 1)):
-            raise ValueError("best_of must be n on this server, which gives all that it samples: leave it out.")
         if self.echo and self.num_logprobs is not None and body.get("stream"):
             raise ValueError("echo with logprobs cannot be streamed: leave one of the three out.")
 
@@ -158,19 +180,32 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
       defaults: what holds where the body says nothing.
       most: how many tokens an answer has by default.
     """
-    for field in REFUSED:
-        if body.get(field) and body[field] != OFF.get(field):
-            raise ValueError(f"{field} is not supported by this server: leave it out.")
+    for field, instead in REFUSED.items():
+        value = body.get(field)
+        if value is not None and (value or field in ON) and value not in OFF.get(field, ()):
+            raise ValueError(f"{field} is not supported by this server: {instead}.")
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
-        raise ValueError("response_format other than text is not supported by this server: leave it out.")
+        raise ValueError(f"response_format other than text is not supported by this server: {BY_GRAMMAR}.")
+    if body.get("best_of") not in (None, body.get("n") or 1):
+        raise ValueError("best_of must be n on this server, which gives all that it samples: leave it out.")
     given = {field: value for field, value in body.items() if value is not None}
-    _check_types(given, stop=str | list, stream=bool, stream_options=dict)
+    _check_types(given, stop=str | list, stream=bool, stream_options=dict, **OTHER_TYPES)
+    if given.get("cache_salt") == "":
+        raise ValueError("cache_salt must not be empty: leave it out, or give a tenant's name.")
     stops = given.get("stop", [])
     if isinstance(stops, list) and not all(isinstance(stop, str) for stop in stops):
         raise ValueError("stop must be a string or a list of strings.")
+    if ids := given.get("stop_token_ids"):
+        if not all(_is_integer(token) and token >= 0 for token in ids):
+            raise ValueError("stop_token_ids must be a list of tokens.")
+        given["stop"] = [*([stops] if isinstance(stops, str) else stops), *([token] for token in ids)]
+    if given.get("top_k") == -1:
+        given["top_k"] = 0  # all, as vLLM says it
     if isinstance(given.get("n"), int) and given["n"] > MOST_CHOICES:
         raise ValueError(f"n must be at most {MOST_CHOICES}, not {given['n']}: send several requests.")
     options = defaults | {field: given[field] for field in SAMPLING if field in given}
+    options |= {own: given[field] for field, own in RENAMED.items() if field in given}
+    options |= {"eos": ()} if given.get("ignore_eos") else {}
     if _is_integer(options.get("seed")):
         options["seed"] %= 2**32  # OpenAI's has 64 bits
     field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"

@@ -56,6 +56,7 @@ def serve(arguments: argparse.Namespace) -> int:
         max_seq_len=arguments.max_seq_len,
         memory_bytes=arguments.memory,
         block_size=arguments.block_size,
+        seed=arguments.seed,
         longest=min(opened.model.max_seq_len, 8192),
         max_waiting=arguments.max_waiting,
         cache_dtype=arguments.cache_dtype,
@@ -66,7 +67,8 @@ def serve(arguments: argparse.Namespace) -> int:
         print("jaxkv: compiling, so that no request waits for it ...", file=sys.stderr, flush=True)
         engine.warmup(kinds=("greedy", "sampled", "filtered"), logprobs=(MOST_LOGPROBS,))
         print(f"jaxkv: compiled in {time.monotonic() - began:.1f} s.", file=sys.stderr, flush=True)
-    app = make_app(engine, opened.chat, arguments.model.name or str(arguments.model), opened.eos, opened.sampling)
+    names = arguments.served_model_name or [arguments.model.name or str(arguments.model)]
+    app = make_app(engine, opened.chat, names, opened.eos, opened.sampling, arguments.max_new_tokens)
     with engine, engine.serve():
         _listen(app, arguments)
         if arguments.prefix_disk is not None and engine.drain(arguments.grace):
@@ -123,8 +125,19 @@ def _listen(app: Any, arguments: argparse.Namespace) -> None:
         Server(config).run()
 
 
-def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[str, Any] | None = None) -> Any:
-    """Makes the ASGI app of an engine that is served, its `jaxkv.text.Tokenizer` and the model's name."""
+def make_app(
+    engine: Any,
+    text: Any,
+    names: Sequence[str],
+    eos: Any = None,
+    sampling: dict[str, Any] | None = None,
+    max_new_tokens: int | None = None,
+) -> Any:
+    """Makes the ASGI app of an engine that is served, its `jaxkv.text.Tokenizer` and the model's names.
+
+    Args:
+      sampling, max_new_tokens: what holds where a request says nothing; None: all tokens that there is room for.
+    """
     from starlette.applications import Starlette
     from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
@@ -132,6 +145,7 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
 
     defaults = {key: value for key, value in (sampling or {}).items() if key != "seed"}
     template = asyncio.Lock()  # one conversation at a time is rendered
+    most_tokens = max_new_tokens or engine.config.max_seq_len
     most = LEAST_LIMIT + MOST_PER_TOKEN * engine.config.max_seq_len
     running: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -144,12 +158,14 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
             body = json.loads(given)
             if not isinstance(body, dict):
                 raise ValueError("The body must be a JSON object.")
+            if (wanted := body.get("model")) not in (None, *names):
+                return _refusal(JSONResponse, 404, "not_found_error", _describe_names(wanted, names))
             form = kind(body, text)
-            options = read_options(body, defaults, form.default_tokens or engine.config.max_seq_len) | form.options()
+            options = read_options(body, defaults, form.default_tokens or most_tokens) | form.options()
             async with template:
                 prompts = await asyncio.to_thread(form.prompts)
             for prompt in prompts:
-                requests.append(engine.submit(prompt, tokenizer=text, eos=eos, **options))
+                requests.append(engine.submit(prompt, tokenizer=text, **{"eos": eos} | options))
                 running.add(requests[-1])
         except (ValueError, UnicodeDecodeError, RecursionError) as error:
             _cancel(requests)
@@ -162,7 +178,7 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
         except BaseException:  # the client has gone meanwhile, say
             _cancel(requests)
             raise
-        head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+        head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": wanted or names[0]}
         if body.get("stream"):
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
             events = stream_answer(requests, form, head | {"object": form.chunk_object}, with_usage)
@@ -190,7 +206,10 @@ def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[
 
         return endpoint
 
-    models = {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "jaxkv"}]}
+    models = {
+        "object": "list",
+        "data": [{"id": name, "object": "model", "owned_by": "jaxkv"} for name in names],
+    }
     routes = [
         Route("/v1/chat/completions", functools.partial(complete, ChatCompletion), methods=["POST"]),
         Route("/v1/completions", functools.partial(complete, Completion), methods=["POST"]),
@@ -297,6 +316,13 @@ async def _exhaust(sample: Any) -> None:
 async def _until_gone(http: Any) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
+
+
+def _describe_names(wanted: Any, names: Sequence[str]) -> str:
+    return (
+        f"There is no model {str(wanted)[:100]!r} here, but {' and '.join(names)}: give that as model, leave it out, "
+        "or start the server with --served-model-name."
+    )
 
 
 def _event(data: dict[str, Any]) -> str:
