@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,6 +14,17 @@ from jaxkv.text.chat_template import ChatTemplate
 from jaxkv.text.gguf_tokenizer import build_tokenizer, special_tokens
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # SentencePiece's tokens of single bytes
+
+
+def _list_byte_level() -> dict[str, int]:
+    """Returns the bytes that characters of byte-level BPE stand for: those that cannot be seen begin at U+0100."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+OF_BYTE_LEVEL = _list_byte_level()
 
 
 class Tokenizer:
@@ -85,13 +97,29 @@ class Tokenizer:
         return before + plain + after
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        text.encode()  # raises UnicodeEncodeError where the tokenizer would raise TypeError
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # where the tokenizer would raise TypeError
+            raise ValueError(
+                f"The text has half a character, the lone surrogate {text[error.start]!r}: leave it out, or send the "
+                "whole one."
+            ) from None
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """Returns the text of tokens; with `special` also of those that stand for no text."""
         ids = [integer("token", token, least=0, most=2**32 - 1) for token in tokens]
         return self._tokenizer.decode(ids, skip_special_tokens=not special)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Returns a token's own bytes, of which several tokens may make a character; of special ones their name's."""
+        text = self.decode([token], special=True)
+        if "\ufffd" in text and (piece := self._tokenizer.id_to_token(token)) is not None:
+            if found := BYTE.fullmatch(piece):
+                return bytes.fromhex(found[1])
+            if all(character in OF_BYTE_LEVEL for character in piece):
+                return bytes(OF_BYTE_LEVEL[character] for character in piece)
+        return text.encode()
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any

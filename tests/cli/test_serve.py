@@ -119,7 +119,8 @@ def test_stops_samples_and_log_probabilities(client, expected):
     for choice in found.choices:
         assert len(choice.logprobs.content) == 6
         for token in choice.logprobs.content:
-            assert len(token.top_logprobs) == 2 and token.logprob <= 0 and bytes(token.bytes).decode() == token.token
+            assert len(token.top_logprobs) == 2 and token.logprob <= 0
+            assert bytes(token.bytes).decode(errors="replace") == token.token
     streamed = [e.choices[0] for e in ask(client, QUESTIONS[0], stream=True, **options) if e.choices]
     for choice in found.choices:
         own = [e for e in streamed if e.index == choice.index]
@@ -313,6 +314,44 @@ def test_another_model_is_not_served(served):
     for fine in ({}, {"model": None}, {"model": "tiny"}):
         assert httpx.post(url, json=body | fine, timeout=60).json()["model"] == "tiny"
     assert httpx.post(url, json=body | {"model": 5}).status_code == 404
+
+
+def test_what_is_no_json_is_said_in_our_words(served):
+    for body, says in (
+        (b"", "The body is no JSON"), (b"{", "The body is no JSON"), (b'{"a": "\xff"}', "The body is no JSON"),
+        (b"[" * 100_000, "The body is nested too deeply"), (b'{"seed": ' + b"9" * 5000 + b"}", "The body is no JSON"),
+        (b'{"messages": [{"role": "user", "content": "a\\ud800"}]}', "The text has half a character"),
+    ):  # fmt: skip
+        found = httpx.post(served[2] + "/v1/chat/completions", content=body)
+        assert found.status_code == 400 and found.json()["error"]["message"].startswith(says), found.text
+    for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404)):
+        found = httpx.request(method, served[2] + path)
+        assert found.status_code == status and "/v1/chat/completions" in found.json()["error"]["message"]
+
+
+def test_bytes_of_half_a_character_are_its_own(served, client):
+    """A character of several tokens can be put together of their bytes."""
+    text = served[1]
+    prompt = text.encode("東京", special=False)
+    options = dict(max_tokens=3, temperature=1.0, extra_body={"echo": True}, logprobs=2)
+    found = client.completions.create(model="tiny", prompt=prompt, **options).choices[0].logprobs
+    tokens = found.tokens[: len(prompt)]
+    assert tokens == [f"bytes:\\x{byte:02x}" for byte in "東京".encode()]
+    assert found.text_offset[: len(prompt)] == [0, 0, 0, 1, 1, 1]
+    assert all(len(best) == 2 for best in found.top_logprobs[len(prompt) :]), "none hides another"
+    logprobs = dict(max_tokens=30, temperature=1.0, seed=3, logprobs=True, top_logprobs=2)
+    choice = ask(client, QUESTIONS[1], **logprobs).choices[0]
+    assert any("\ufffd" in token.token for token in choice.logprobs.content)
+    whole = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
+    assert whole.decode(errors="replace").rstrip("\ufffd") == choice.message.content.rstrip("\ufffd")
+
+
+def test_offsets_of_a_stream_go_on(served, client):
+    options = dict(prompt="abc", max_tokens=12, temperature=1.0, seed=1, logprobs=1)
+    whole = client.completions.create(model="tiny", **options).choices[0].logprobs
+    parts = [e.choices[0].logprobs for e in client.completions.create(model="tiny", stream=True, **options)]
+    assert [at for part in parts if part for at in part.text_offset] == whole.text_offset
+    assert [token for part in parts if part for token in part.tokens] == whole.tokens
 
 
 def test_what_is_off_is_taken():

@@ -21,6 +21,10 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 GEMMA = "{{ bos_token }}{% for m in messages %}<turn>{{ m.role }}\n{{ m.content | trim }}\n{% endfor %}"
+# What the tokenizers library writes for each byte, in the order of bytes.
+CHARACTERS = [chr(b) for b in range(256)]
+for shift, byte in enumerate([*range(0x21), *range(0x7F, 0xA1), 0xAD]):
+    CHARACTERS[byte] = chr(256 + shift)
 HELLO = [{"role": "user", "content": " Hé 🙂 "}]
 
 
@@ -138,10 +142,28 @@ def test_messages_of_another_form(tmp_path, messages):
         text.chat(messages)
 
 
+def test_bytes_of_tokens_join_to_the_text(tmp_path):
+    text = jaxkv.text.Tokenizer(write_tokenizer(tmp_path))
+    for said in (" Hé 🙂 東京\t\x00\x7f\xad", "\ufffd?"):
+        assert b"".join(map(text.token_bytes, text.encode(said, special=False))) == said.encode()
+    assert text.token_bytes(256) == b"<bos>" and text.token_bytes(300) == b""
+    for byte in range(256):
+        assert text.token_bytes(text._tokenizer.token_to_id(CHARACTERS[byte])) == bytes([byte])
+
+
+def test_bytes_of_tokens_of_sentencepiece(tmp_path):
+    vocab = {"<unk>": 0, "\u2581a": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    made.save(str(tmp_path / "tokenizer.json"))
+    text = jaxkv.text.Tokenizer(tmp_path)
+    assert [text.token_bytes(2 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+
+
 def test_half_a_character_is_no_text(tmp_path):
     text = jaxkv.text.Tokenizer(write_tokenizer(tmp_path, CHATML))
     for read in (text.encode, lambda half: text.chat([{"role": "user", "content": half}])):
-        with pytest.raises(ValueError, match="surrogates not allowed"):
+        with pytest.raises(ValueError, match="half a character, the lone surrogate"):
             read("\ud800")
 
 

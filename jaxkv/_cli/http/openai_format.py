@@ -1,6 +1,7 @@
 """The form of OpenAI's chat completions and completions: what `Engine.submit` takes of a request, and what an answer
 says."""
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ class ChatCompletion:
 
         def render(token: int, logprob: float) -> dict[str, Any]:
             written = self.text.decode([token], special=True)
-            return {"token": written, "logprob": logprob, "bytes": list(written.encode())}
+            return {"token": written, "logprob": logprob, "bytes": list(self.text.token_bytes(token))}
 
         pairs = zip(sample.tokens[begin:end], sample.logprobs[begin:end], strict=False)
         return {"content": [
@@ -114,6 +115,7 @@ class Completion:
 
     def __init__(self, body: dict[str, Any], text: Any):
         self.body, self.text = body, text
+        self._lengths: dict[int, _TextLength] = {}  # of the text that has been said of each sample
         _check_types(body, logprobs=int, echo=bool)
         _check_count(body, "logprobs")
         self.num_logprobs, self.echo = body.get("logprobs"), bool(body.get("echo"))
@@ -151,8 +153,13 @@ class Completion:
         """Returns a piece of a sample's text, with its tokens from `begin` to `end`."""
         return {"text": piece, "logprobs": self._list_logprobs(sample, begin, end)}
 
-    def _decode(self, tokens: list[int]) -> str:
-        return self.text.decode(tokens, special=True)
+    def _write(self, token: int) -> str:
+        """Returns a token's text, or, where that is half a character, its bytes as OpenAI writes them."""
+        own = self.text.token_bytes(token)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
     def _list_logprobs(self, sample: Any, begin: int, end: int | None, request: Any = None) -> dict[str, Any] | None:
         if self.num_logprobs is None:
@@ -162,15 +169,28 @@ class Completion:
             own = [None, *map(float, request.samples[0].prompt_logprobs)]  # nothing stands before the first
             rows += [(token, logprob, None) for token, logprob in zip(request.prompt, own, strict=True)]
         for token, found in zip(sample.tokens[begin:end], sample.logprobs[begin:end], strict=False):
-            best = {self._decode([other]): logprob for other, logprob in _likeliest(found, self.num_logprobs)}
+            best = {self._write(other): logprob for other, logprob in _likeliest(found, self.num_logprobs)}
             rows.append((token, found[token], best))
-        tokens, offsets = [self._decode([token]) for token, _, _ in rows], [0]
-        for token in tokens[:-1]:
-            offsets.append(offsets[-1] + len(token))
+        length, offsets = self._lengths.setdefault(id(sample), _TextLength()), []
+        for token, _, _ in rows:
+            offsets.append(length.count)
+            if self.text.decode([token]):  # else it is a special one, which is not in the text
+                length.add(self.text.token_bytes(token))
         return {
-            "tokens": tokens, "token_logprobs": [logprob for _, logprob, _ in rows],
-            "top_logprobs": [best for _, _, best in rows], "text_offset": offsets[: len(tokens)],
+            "tokens": [self._write(token) for token, _, _ in rows], "token_logprobs": [own for _, own, _ in rows],
+            "top_logprobs": [best for _, _, best in rows], "text_offset": offsets,
         }  # fmt: skip
+
+
+class _TextLength:
+    """Counts the characters of a text of which bytes come."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, given: bytes) -> None:
+        self.count += len(self._decoder.decode(given))
 
 
 def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def make_app(
             if (given := await read_body(http, most)) is None:
                 message = f"The body has more than {most:,} bytes: send less, or several requests."
                 return _refusal(JSONResponse, 413, "invalid_request_error", message)
-            body = json.loads(given)
+            body = _read_json(given)
             if not isinstance(body, dict):
                 raise ValueError("The body must be a JSON object.")
             if (wanted := body.get("model")) not in (None, *names):
@@ -167,7 +167,7 @@ def make_app(
             for prompt in prompts:
                 requests.append(engine.submit(prompt, tokenizer=text, **{"eos": eos} | options))
                 running.add(requests[-1])
-        except (ValueError, UnicodeDecodeError, RecursionError) as error:
+        except ValueError as error:
             _cancel(requests)
             return _refusal(JSONResponse, 400, "invalid_request_error", str(error))
         except jaxkv.EngineFull as error:
@@ -220,7 +220,13 @@ def make_app(
             respond(lambda: PlainTextResponse("ok" if engine.is_served else "", 200 if engine.is_served else 503)),
         ),
     ]
-    app = Starlette(routes=routes, exception_handlers={Exception: fail})
+    paths = ", ".join(route.path for route in routes)
+
+    async def miss(http: Any, error: Any) -> Any:
+        message = f"{http.method} {http.url.path[:100]} is not served here, but {paths}."
+        return _refusal(JSONResponse, error.status_code, "not_found_error", message)
+
+    app = Starlette(routes=routes, exception_handlers={Exception: fail, 404: miss, 405: miss})
     app.state.cut = lambda: _cancel(list(running))
     return app
 
@@ -236,6 +242,16 @@ async def read_body(http: Any, most: int) -> bytes | None:
         else:
             body += chunk
     return bytes(body) if size <= most else None
+
+
+def _read_json(given: bytes) -> Any:
+    """Returns what a body says. Raises ValueError."""
+    try:
+        return json.loads(given)
+    except RecursionError:
+        raise ValueError("The body is nested too deeply: send fewer brackets.") from None
+    except ValueError as error:
+        raise ValueError(f"The body is no JSON: {error}.") from None
 
 
 async def finish(requests: Sequence[Any], http: Any) -> bool:
