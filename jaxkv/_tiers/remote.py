@@ -5,6 +5,7 @@ import concurrent.futures
 import datetime
 import hashlib
 import json
+import socket
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ _sent: collections.Counter[str] = collections.Counter()  # how often rows were s
 _received: collections.Counter[str] = collections.Counter()
 
 
+SECONDS_TO_CONNECT = 5
 LOOPBACK = ("127.", "localhost", "::1")
 
 
@@ -65,6 +67,7 @@ def transfer_address(host: str | None = None) -> str:
 
 def offer(cache: Cache, rows: np.ndarray, to: str) -> None:
     """Offers rows to the process at an address, which gets them by `receive`. They are copied: the cache may change."""
+    _refuse_gone(to, _read_address("to", to))
     offer_rows(cache, rows, f"{transfer_address()} {to} {_sent[to]}")
     _sent[to] += 1
 
@@ -110,8 +113,9 @@ def receive(cache: Cache, rows: Sequence[int] | None, source: str, *, timeout: f
     ([0], [5, 0])
     """
     check_cache(cache)
-    if not isinstance(source, str):
-        raise ValueError(f"source must be the transfer_address of another process, not {show(source)}.")
+    host_and_port = _read_address("source", source)
+    if source not in _fetches:
+        _refuse_gone(source, host_and_port)
     timeout = real("timeout", timeout, least=0)
     try:
         told, tensors = _fetch(source).result(timeout)
@@ -123,10 +127,31 @@ def receive(cache: Cache, rows: Sequence[int] | None, source: str, *, timeout: f
             f"The process at {source} is gone, or was before it had sent all: compute these rows here, or receive them "
             "from another."
         ) from error
-    what = f"What {source} has sent"
-    result, target = put_saved(what, parse_saved(what, told["fields"], tensors), tensors, None, cache, rows)
+    saved = parse_saved(source, told["fields"], tensors)  # errors name a file there
+    result, target = put_saved(source, saved, tensors, None, cache, rows)
     del _fetches[source]
     return result, target
+
+
+def _read_address(name: str, address: Any) -> tuple[str, int]:
+    """Returns host and port of an address. Raises ValueError."""
+    host, found, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not (host and found and port.isdecimal() and int(port) < 2**16):
+        raise ValueError(f"{name} must be the transfer_address of another process, host:port, not {show(address)}.")
+    return host.strip("[]"), int(port)
+
+
+def _refuse_gone(address: str, host_and_port: tuple[str, int]) -> None:
+    """Raises ConnectionError if nobody listens at an address: JAX waits for ever, and keeps for ever what is sent."""
+    try:
+        socket.create_connection(host_and_port, timeout=SECONDS_TO_CONNECT).close()
+    except ConnectionRefusedError as error:
+        raise ConnectionError(
+            f"The process at {address} is gone: compute these rows here, or send them to another or receive them from "
+            "it."
+        ) from error
+    except OSError:  # slow, perhaps
+        pass
 
 
 def _name(key: str) -> int:

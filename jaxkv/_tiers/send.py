@@ -56,7 +56,8 @@ def send(cache: Cache, rows: Any, *, to: Cache | str, at: Any = None) -> Cache |
     Args:
       rows: a row index of `cache` or a list of them; `free` them when they are no longer needed there.
       to: the destination cache. Or the address of another process, its `jaxkv.distributed.transfer_address()`: the
-        rows are copied by way of the hosts, and are `receive`d there. This does not wait for it.
+        rows are copied by way of the hosts, and are `receive`d there. This does not wait for it, and keeps the copy
+        until then.
       at: the rows of `to`, one for each; default: the same indices. Not for an address.
 
     Returns:
@@ -65,7 +66,8 @@ def send(cache: Cache, rows: Any, *, to: Cache | str, at: Any = None) -> Cache |
     Raises:
       ValueError: caches of other layers or dtypes, a row named twice or not empty, a row longer than `to.max_seq_len`,
         or a row that has lost tokens before its window that larger blocks would need.
-      IndexError: no such row. OutOfBlocks: `to` has too few free blocks.
+      IndexError: no such row. OutOfBlocks: `to` has too few free blocks. ConnectionError: the process at the address is
+      gone.
 
     Disaggregated prefill is from DistServe and Splitwise (https://arxiv.org/abs/2401.09670,
     https://arxiv.org/abs/2311.18677).

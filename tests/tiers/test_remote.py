@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -83,3 +84,30 @@ def test_bad_calls():
         jaxkv.send(cache, 0, to=1)
     with pytest.raises(ValueError, match="source must be the transfer_address"):
         jaxkv.receive(cache, None, 1)
+    for bad in ("nonsense", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"):
+        with pytest.raises(ValueError, match=r"to must be the transfer_address of another process, host:port, not"):
+            jaxkv.send(filled(), 0, to=bad)
+        with pytest.raises(ValueError, match=r"source must be the transfer_address of another process, host:port, not"):
+            jaxkv.receive(cache, None, bad)
+
+
+def test_a_process_that_has_gone_before_is_no_wait():
+    """It is not waited for until the timeout, and nothing is kept for it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        gone = f"127.0.0.1:{free.getsockname()[1]}"
+    began = time.monotonic()
+    for call in (lambda: jaxkv.receive(make(), None, gone), lambda: jaxkv.send(filled(), 0, to=gone)):
+        with pytest.raises(ConnectionError, match=f"The process at {gone} is gone"):
+            call()
+    assert time.monotonic() - began < 20
+
+
+def test_errors_of_what_was_sent_begin_with_its_address():
+    own = jaxkv.distributed.transfer_address()
+    jaxkv.send(filled(), 0, to=own)
+    with pytest.raises(jaxkv.CacheFileError, match=f"^Row 0 of {own} has 20 tokens, but max_seq_len = 16"):
+        jaxkv.receive(make(max_seq_len=16, num_blocks=4), None, own)
+    with pytest.raises(jaxkv.CacheFileError, match=f"^{own} has "):
+        jaxkv.receive(make(head_dim=16), None, own)
+    assert jaxkv.receive(make(), None, own)[1] == [0]
