@@ -489,6 +489,14 @@ def test_too_many_are_told_to_wait(served, client):
     assert any(errors) and not all(errors)
 
 
+def test_more_than_can_ever_wait_is_no_matter_of_waiting(served):
+    """A client that tries again after 429 would do so for ever."""
+    body = {"prompt": ["a"] * 21, "max_tokens": 1}
+    found = httpx.post(served[2] + "/v1/completions", json=body | {"n": 2})
+    assert found.status_code == 400 and "42 answers, but at most 40" in found.json()["error"]["message"]
+    assert len(httpx.post(served[2] + "/v1/completions", json=body, timeout=60).json()["choices"]) == 21
+
+
 def test_health_and_metrics(served):
     assert httpx.get(served[2] + "/health").text == "ok"
     text = httpx.get(served[2] + "/metrics").text

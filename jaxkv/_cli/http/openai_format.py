@@ -237,6 +237,13 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
     return options | {"max_new_tokens": count}
 
 
+def check_count(prompts: Sequence[Any], options: dict[str, Any], most: int | None) -> None:
+    """Raises ValueError if a request of several prompts asks for more samples than may wait: it never could begin."""
+    count = len(prompts) * (options["n"] if _is_integer(options.get("n")) else 1)
+    if most is not None and len(prompts) > 1 and count > most:
+        raise ValueError(f"The request asks for {count} answers, but at most {most} can wait: send several requests.")
+
+
 def finish_reason(sample: Any) -> str:
     """Returns why a sample ended, in OpenAI's words."""
     return {"eos": "stop", "stop": "stop"}.get(sample.ended, "length")

@@ -25,6 +25,7 @@ from jaxkv._cli.http.openai_format import (
     MOST_LOGPROBS,
     ChatCompletion,
     Completion,
+    check_count,
     count_usage,
     finish_reason,
     read_options,
@@ -164,6 +165,7 @@ def make_app(
             options = read_options(body, defaults, form.default_tokens or most_tokens) | form.options()
             async with template:
                 prompts = await asyncio.to_thread(form.prompts)
+            check_count(prompts, options, engine.max_waiting)
             for prompt in prompts:
                 requests.append(engine.submit(prompt, tokenizer=text, **{"eos": eos} | options))
                 running.add(requests[-1])
@@ -206,14 +208,11 @@ def make_app(
 
         return endpoint
 
-    models = {
-        "object": "list",
-        "data": [{"id": name, "object": "model", "owned_by": "jaxkv"} for name in names],
-    }
+    models = [{"id": name, "object": "model", "owned_by": "jaxkv"} for name in names]
     routes = [
         Route("/v1/chat/completions", functools.partial(complete, ChatCompletion), methods=["POST"]),
         Route("/v1/completions", functools.partial(complete, Completion), methods=["POST"]),
-        Route("/v1/models", respond(lambda: JSONResponse(models))),
+        Route("/v1/models", respond(lambda: JSONResponse({"object": "list", "data": models}))),
         Route("/metrics", respond(lambda: PlainTextResponse(engine.metrics_text()))),
         Route(
             "/health",
