@@ -41,7 +41,7 @@ endif
 
 .PHONY: help demo test night lint docs constraints clean
 
-demo: $(VENV)/gguf.installed
+demo: $(firstword $(wildcard $(VENV)/test.installed) $(VENV)/gguf.installed)
 	$(BIN)/python -m jaxkv demo
 
 help:
@@ -80,10 +80,12 @@ $(VENV):
 	$(PYTHON) -m venv $(VENV)
 
 # One environment takes what several targets want of the extras, one after another. setuptools first, so that what builds
-# the package is held to its version too: pip does not hold a build of its own.
+# the package is held to its version too: pip does not hold a build of its own. What setuptools writes goes into the
+# environment, so that several may be installed at a time.
 $(VENV)/%.installed: pyproject.toml $(PROVED) | $(VENV)
 	$(PIP) setuptools
-	$(PIP) $(jax) --no-build-isolation --editable '$(call with,$*)'
+	@printf '[egg_info]\negg_base = %s\n' '$(abspath $(VENV))' > $(VENV)/setuptools.cfg
+	DIST_EXTRA_CONFIG=$(abspath $(VENV))/setuptools.cfg $(PIP) $(jax) --no-build-isolation --editable '$(call with,$*)'
 	touch $@
 
 # What compiles for a TPU or a GPU where there is none lives beside the environment, not in it: libtpu would break a
