@@ -26,7 +26,6 @@ from jaxkv._cli.http.openai_format import MOST_LOGPROBS, ChatCompletion, Complet
 from jaxkv._cli.http.serve import finish, make_app
 from jaxkv._cli.main import main
 
-openai = pytest.importorskip("openai", reason="the extra 'test' is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="the extra 'serve' is not installed")
 httpx = pytest.importorskip("httpx2", reason="OpenAI's client is not installed")
 
@@ -64,7 +63,13 @@ def served(folder):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def client(served):
+def openai():
+    """OpenAI's client, which takes two seconds to import: not where tests are only collected."""
+    return pytest.importorskip("openai", reason="the extra 'test' is not installed")
+
+
+@pytest.fixture(scope="module")
+def client(served, openai):
     with openai.OpenAI(base_url=served[2] + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -476,7 +481,7 @@ def test_an_error_of_ours_is_no_traceback(served, monkeypatch, caplog):
     assert "KeyError" in caplog.text
 
 
-def test_too_many_are_told_to_wait(served, client):
+def test_too_many_are_told_to_wait(served, client, openai):
     engine = served[0]
     engine.max_waiting = 1
     try:
@@ -523,7 +528,7 @@ def test_who_goes_away_is_cancelled(served, client, monkeypatch, stream):
     assert request.ended == "cancelled" and len(request.tokens) < request.limit
 
 
-def test_what_the_server_cuts_off_is_no_answer(served, client, monkeypatch):
+def test_what_the_server_cuts_off_is_no_answer(served, client, monkeypatch, openai):
     submit = served[0].submit
 
     def submit_and_cancel(*arguments, **options):
@@ -554,7 +559,7 @@ def test_who_goes_away_leaves_no_traceback(served):
     assert not reported
 
 
-def test_clients_come_and_go(served, client, expected):
+def test_clients_come_and_go(served, client, expected, openai):
     """Some break off in the middle, some send rubbish; the others get what they would alone."""
     engine, _, url = served
     wanted = {(q, n): expected(q, n) for q in QUESTIONS for n in (5, 12, 30)}
