@@ -14,6 +14,8 @@ if not NIGHTLY and compiles_for_cpus():
     spared = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] = f"{spared} --xla_cpu_parallel_codegen_split_count=1 {os.environ.get('XLA_FLAGS', '')}"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+if not NIGHTLY:
+    gc.disable()  # until all is imported
 
 import jax
 import pytest
@@ -22,10 +24,6 @@ from memory_maps import forget_many_programs
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-# What tracing makes is in no cycles; by day Python does not look for some in all of it at every 700 objects.
-if not NIGHTLY:
-    gc.set_threshold(20_000, 10, 10)
 
 BY_NIGHT = pathlib.Path(__file__).parent / "by_night.txt"
 
@@ -44,10 +42,23 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="by day cheaper cases of this test run"))
 
 
+def pytest_collection_finish():
+    """What is imported stays. What tracing makes is in no cycles; by day Python looks for some now and then."""
+    if not NIGHTLY:
+        gc.freeze()
+        gc.set_threshold(50_000, 10, 10)
+        gc.enable()
+
+
+@pytest.hookimpl(trylast=True)  # when what the file's tests share is gone
 def pytest_runtest_teardown(item, nextitem):
-    """Until there are many programs a file is served what the files before it compiled."""
+    """Until there are many programs a file is served what the files before it compiled. By day Python does not look
+    for cycles in that: waiting threads ask it to look, each time seconds long in what thousands of tests have left."""
     if nextitem is None or nextitem.path != item.path:
         forget_many_programs()
+        if not NIGHTLY:
+            gc.collect()
+            gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ Each takes some thirty memory maps, of which Linux allows a process 65,530: with
 has run most of the tests.
 """
 
+import gc
 import pathlib
 
 import jax
@@ -14,4 +15,5 @@ MANY_MAPS = 30_000
 
 def forget_many_programs() -> None:
     if not MAPS.exists() or MAPS.read_bytes().count(b"\n") > MANY_MAPS:
+        gc.unfreeze()
         jax.clear_caches()
