@@ -13,8 +13,9 @@ import jaxkv.nnx
 
 
 def make(**options):
-    model = jaxkv.nnx.Attention(adapters.WIDTH, **adapters.OPTIONS | options, rngs=nnx.Rngs(0))
-    graph, params = nnx.split(model)
+    options = adapters.OPTIONS | options
+    shapes = nnx.eval_shape(lambda: jaxkv.nnx.Attention(adapters.WIDTH, **options, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(shapes)  # which compiles nothing
     return nnx.merge(graph, adapters.randomise(params))
 
 
