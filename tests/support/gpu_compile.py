@@ -193,30 +193,31 @@ def count_launches(compiled):
     return sum(name not in free for name in re.findall(r"^ .* = .*?[)\]}] ([\w-]+)\(", entry, re.MULTILINE))
 
 
-def launches(steps):
-    """What the device is given to do in each of some steps: in a layer, and once in all."""
+def launches(num_layers, blocks, tokens, rows=ROWS, head_dim=128):
+    """What the device is given to do in a step of so many layers."""
+    pools = tuple(array((NUM_BLOCKS, 2, 8, 16, 128)) for _ in range(num_layers))
+    new = tuple(array((rows, tokens, 8, 128)) for _ in pools)
+    queries = tuple(array((rows, tokens, 32, head_dim)) for _ in pools)
 
-    def count(num_layers, blocks, tokens, rows=ROWS, head_dim=128):
-        pools = tuple(array((NUM_BLOCKS, 2, 8, 16, 128)) for _ in range(num_layers))
-        new = tuple(array((rows, tokens, 8, 128)) for _ in pools)
-        queries = tuple(array((rows, tokens, 32, head_dim)) for _ in pools)
+    def layers(pools, queries, new, tables, lengths, counts):
+        pools = [
+            testing.run(xla.write_kv, pool, kv, kv, tables, lengths, counts)
+            for pool, kv in zip(pools, new, strict=True)
+        ]
+        attend = functools.partial(pallas_kernels.paged_attention, implementation="gpu")
+        return pools, [attend(q, pool, tables, lengths, counts) for q, pool in zip(queries, pools, strict=True)]
 
-        def layers(pools, queries, new, tables, lengths, counts):
-            pools = [
-                testing.run(xla.write_kv, pool, kv, kv, tables, lengths, counts)
-                for pool, kv in zip(pools, new, strict=True)
-            ]
-            attend = functools.partial(pallas_kernels.paged_attention, implementation="gpu")
-            return pools, [attend(q, pool, tables, lengths, counts) for q, pool in zip(queries, pools, strict=True)]
+    row = array((rows,), jnp.int32)
+    tables = array((rows, blocks), jnp.int32)
+    compiled, _ = compile_(layers, pools, queries, new, tables, row, row, donate_argnums=0)
+    return count_launches(compiled)
 
-        row = array((rows,), jnp.int32)
-        tables = array((rows, blocks), jnp.int32)
-        compiled, _ = compile_(layers, pools, queries, new, tables, row, row, donate_argnums=0)
-        return count_launches(compiled)
 
+def launches_apart(steps):
+    """The same in each of some steps: in a layer, and once in all."""
     found = {}
     for name, step in steps.items():
-        one, three = (count(n, *step) for n in (1, 3))
+        one, three = (launches(n, *step) for n in (1, 3))
         layer = (three - one) / 2
         found[name] = {"layer": layer, "step": one - layer}
     return found
@@ -464,8 +465,9 @@ JOBS = {
     "bounds": lambda: of_a_cache(bounds=True),
     "heads": lambda: of_a_cache(evict="head"),
     "four bits": lambda: of_a_cache(dtype="int4", rotate=False),
-    "launches": lambda: launches(DECODE_STEPS),
-    "other-launches": lambda: launches(OTHER_STEPS),
+    "launches-of-two": lambda: {name: launches(2, *step) for name, step in DECODE_STEPS.items()},
+    "launches": lambda: launches_apart(DECODE_STEPS),
+    "other-launches": lambda: launches_apart(OTHER_STEPS),
     "control-no-fence": without_fence,
     "control-too-many-registers": too_many_registers,
     "control-not-donated": lambda: step(donate=False),
