@@ -157,6 +157,8 @@ WRONG = {
     "a prompt that is too long": {"messages": [{"role": "user", "content": "x" * 2000}]},
     "stop tokens of text": {"stop_token_ids": ["x"]}, "an empty salt": {"cache_salt": ""},
     "template arguments of text": {"chat_template_kwargs": "x"}, "end of a text": {"ignore_eos": "yes"},
+    "more stops than a step has time for": {"stop": [f"no {i}" for i in range(129)]},
+    "more stop tokens": {"stop_token_ids": [5] * 129}, "a stop that is a book": {"stop": "x" * 1025},
     "messages twice": {"chat_template_kwargs": {"messages": []}}, "itself": {"chat_template_kwargs": {"self": 1}},
 }  # fmt: skip
 
@@ -366,6 +368,8 @@ def test_what_is_off_is_taken():
     assert read_options({"repetition_penalty": 1.0, "ignore_eos": False, "min_tokens": 0}, {}, 9) == {
         "max_new_tokens": 9
     }
+    several = {"stop": ["x" * 1024] * 128, "stop_token_ids": [5] * 128}
+    assert len(read_options(several, {}, 9)["stop"]) == 256
     off = {"tool_choice": "auto", "function_call": "none", "skip_special_tokens": True, "modalities": ["text"]}
     off |= {"length_penalty": 1, "best_of": 1, "guided_json": None, "tools": [], "stop_token_ids": [], "echo": False}
     off |= {"include_stop_str_in_output": False, "cache_salt": None, "add_special_tokens": False, "bad_words": []}

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST_CHOICES = 128  # samples of a request, as OpenAI's: each is built from its prompt in the server's one thread
+# Stop sequences, and characters of one: the thread that takes the steps looks for each in the text of every token.
+MOST_STOPS, LONGEST_STOP = 128, 1024
 # Log-probabilities of a token, as OpenAI's. All requests that want some are computed with so many, by the programs that
 # the server compiled before it listened: another number would be a program of its own, for which all others wait.
 MOST_LOGPROBS = 20
@@ -215,6 +217,10 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
     stops = given.get("stop", [])
     if isinstance(stops, list) and not all(isinstance(stop, str) for stop in stops):
         raise ValueError("stop must be a string or a list of strings.")
+    if max(len(stops) if isinstance(stops, list) else 1, len(given.get("stop_token_ids", ()))) > MOST_STOPS:
+        raise ValueError(f"stop and stop_token_ids must have at most {MOST_STOPS} each: leave some out.")
+    if any(len(stop) > LONGEST_STOP for stop in ([stops] if isinstance(stops, str) else stops)):
+        raise ValueError(f"A stop must have at most {LONGEST_STOP} characters: give its beginning.")
     if ids := given.get("stop_token_ids"):
         if not all(_is_integer(token) and token >= 0 for token in ids):
             raise ValueError("stop_token_ids must be a list of tokens.")
