@@ -325,7 +325,7 @@ def test_a_hook_sees_what_its_row_holds(way):
 
 BAD = [
     ({"prompt": [1.5]}, r"must be a list of token ids, integers, not \[1.5\]"),
-    ({"prompt": "abc"}, "must be a list of token ids, integers, not 'abc'"),
+    ({"prompt": "abc"}, "must be a list of token ids, not 'abc': encode it first, say by jaxkv.text.Tokenizer"),
     ({"prompt": []}, "The prompt cannot be continued: it is empty"),
     ({"prompt": [1] * LONGEST}, f"it has {LONGEST} tokens, and max_seq_len = {LONGEST} must hold one more"),
     ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, not 2.5"),

@@ -291,4 +291,6 @@ def _find_difference(theirs: list[str], ours: list[str]) -> str:
     if len(theirs) != len(ours):
         return f"layers are {len(theirs)}, and here {len(ours)}"
     layer = next(i for i, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1])
-    return f"layer {layer} is {theirs[layer]}, and here {ours[layer]}"
+    pairs = [fact.removeprefix("[(").removesuffix(")]").split("), (") for fact in (theirs[layer], ours[layer])]
+    first, second = (", ".join(f for f in own if f not in other) for own, other in (pairs, pairs[::-1]))
+    return f"layer {layer} has {first or 'less'}, and here {second or 'less'}"

@@ -24,6 +24,8 @@ def read_prompts(prompts: Any) -> list[Any]:
 
 def read_prompt(prompt: Any) -> list[int] | str:
     """Returns the prompt's tokens, or why it has none."""
+    if isinstance(prompt, str):
+        return f"it must be a list of token ids, not {show(prompt)}: encode it first, say by jaxkv.text.Tokenizer"
     try:
         tokens = np.asarray(prompt)
     except (ValueError, OverflowError):  # of unequal lists, or numbers beyond any integer type
