@@ -11,6 +11,7 @@ import tempfile
 import jaxkv
 
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+QUICK += " --xla_cpu_parallel_codegen_split_count=1"
 
 
 def start(script, folder, *arguments, count=2, devices=2):

@@ -1,5 +1,6 @@
 """One of two processes with two devices each; what it finds out, it prints. Run by test_processes.py."""
 
+import gc
 import os
 import pathlib
 import signal
@@ -200,6 +201,7 @@ def many(mesh, folder, last):
 
 
 if __name__ == "__main__":
+    gc.set_threshold(20_000, 10, 10)  # what tracing makes is in no cycles
     process, port, folder, last = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[4])
     jaxkv.distributed.initialize(f"127.0.0.1:{port}", 2, process, patience=6)
     mesh = Mesh(np.array(jax.devices()), ("model",))
