@@ -29,6 +29,7 @@ from tpu_works import Scalars, one_chip
 from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.tpu import mixers
 from pallas_kernels.tpu.recurrence.products import CHUNK
+from pallas_kernels.tpu.recurrence.state_chunk import STAGES
 from pallas_kernels.tpu.recurrence.state_decode import StateItems
 from pallas_kernels.tpu.recurrence.state_prefill import ChunkScalars
 from pallas_kernels.xla.recurrence import CHUNK_BY_CHANNEL, TokenInputs, run_chunk
@@ -43,19 +44,23 @@ PEER = "fused_conv1d_gdn"
 FORMS = ("all in chunks", "shared out")  # of a mixed step
 
 
-def replace_scalars(chunks: int, alone: int = 0, decoded: int = 0) -> None:
-    """From here on a step has so many chunks, all of one row, which has a state.
+def replace_scalars(tokens: int, alone: int = 0, decoded: int = 0) -> None:
+    """From here on a step has one row of so many tokens, which has a state.
 
     Args:
-      alone: chunks before them that are rows of one chunk each.
-      decoded: rows that decode.
+      alone: rows of one token before it, each of which is a chunk.
+      decoded: rows of one token before it that decode.
     """
-    pallas_call, last = pl.pallas_call, alone + chunks - 1
+    pallas_call, chunks = pl.pallas_call, alone + -(-tokens // CHUNK)
+    last = chunks - 1
     slots, none = Scalars(lambda i: i + 1), Scalars(lambda i: jnp.where(i == 9999, 1, -1))
     scalars = ChunkScalars(
         Scalars(lambda i: jnp.where(i <= alone, i + 1, -2)),
         Scalars(lambda i: jnp.where((i < alone) | (i == last), i + 1, -2)),
-        none, Scalars(lambda _: last + 1),
+        none,
+        Scalars(lambda i: decoded + i + jnp.where(i > alone, (CHUNK - 1) * (i - alone), 0)),
+        Scalars(lambda i: jnp.where(i < alone, 1, jnp.where(i == last, tokens - (last - alone) * CHUNK, CHUNK))),
+        Scalars(lambda _: chunks), Scalars(lambda i: jnp.where(i == 9999, 0.5, 0.25), "float32"),
     )  # fmt: skip
     items = StateItems(
         Scalars(lambda i: i), slots, slots, none, Scalars(lambda i: i * decoded), Scalars(lambda _: decoded)
@@ -63,6 +68,8 @@ def replace_scalars(chunks: int, alone: int = 0, decoded: int = 0) -> None:
 
     def call(body, *arguments, grid_spec, name, **options):
         told = scalars if name == "state_prefill" else items
+        if name == "state_prefill":
+            object.__setattr__(grid_spec, "grid", (chunks + -(-(STAGES - 1) // grid_spec.grid[1]), grid_spec.grid[1]))
 
         def tell(spec: pl.BlockSpec) -> pl.BlockSpec:
             place = spec.index_map
@@ -81,9 +88,9 @@ def compile_chunks(array: Callable[..., Any], tokens: int, dtype: str, family: s
     rows = ROWS if form else 1
     if form == FORMS[0]:
         mixers._share = lambda decode, prefill, tokens, axes, states, batch: prefill(tokens, states, batch)
-        replace_scalars(-(-(tokens - rows + 1) // CHUNK), rows - 1)
+        replace_scalars(tokens - rows + 1, rows - 1)
     else:
-        replace_scalars(-(-(tokens - rows + 1) // CHUNK), decoded=rows - 1)
+        replace_scalars(tokens - rows + 1, decoded=rows - 1)
     kind, few, heads, width, value_width = FAMILIES[family]
     keys, gates = array(tokens, few, width), array(tokens, heads)
     arrays = dict(q=keys, k=keys, v=array(tokens, heads, value_width, dtype=dtype), g=gates, beta=gates, scale=array())

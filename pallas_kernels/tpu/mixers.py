@@ -12,7 +12,7 @@ from pallas_kernels.common.channel_groups import SUBLANES, has_channel_tiles
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding, merge_rows, share_rows
 from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, sublanes, vector_bytes
-from pallas_kernels.tpu.recurrence.products import CHUNK
+from pallas_kernels.tpu.recurrence.products import CHUNK, LEAST_GATE
 from pallas_kernels.tpu.recurrence.state_decode import (
     StateTokens,
     decode_states,
@@ -23,14 +23,11 @@ from pallas_kernels.tpu.recurrence.state_decode import (
     update_space,
 )
 from pallas_kernels.tpu.recurrence.state_prefill import (
-    gather_tokens,
     list_chunks,
     prefill_states,
-    scatter_tokens,
     state_prefill_bytes,
 )
 
-LEAST_GATE = -100.0  # its exponential is 0 in float32
 WINDOWS, WINDOW_BYTES = 8, 2**20  # of a convolution's rows: on their way in, and out; the most that one may have
 
 
@@ -139,10 +136,9 @@ def gated_delta_rule(
 
         def prefill(tokens, states, batch):
             q, k, v, g, beta = tokens.values()
-            g = jnp.maximum(g.astype(jnp.float32), LEAST_GATE)
-            keys = q.astype(jnp.float32) * scale, k
-            keys, numbers = ((*keys, g), [beta]) if g.ndim == v.ndim else (keys, [g, beta])
-            return _prefill(keys, v, numbers, states, batch, v.dtype, _is_wide(v), interpret)
+            g = g.astype(jnp.float32)
+            keys, numbers = ((q, k, g), [beta]) if g.ndim == v.ndim else ((q, k), [jnp.maximum(g, LEAST_GATE), beta])
+            return _prefill(keys, v, numbers, scale, states, batch, v.dtype, _is_wide(v), interpret)
 
         return _share(decode, prefill, dict(q=q, k=k, v=v, g=g, beta=beta), v, states, batch)
     groups = states.shape[1] // heads_of_item(states)
@@ -179,7 +175,9 @@ def state_space(
             x, dt, B, C = tokens.values()
             dt = dt.astype(jnp.float32)
             values = x.astype(jnp.float32) * dt[..., None]
-            y, states = _prefill((C, B), values, [_gates(dt, A)], states, batch, jnp.float32, _is_wide(x), interpret)
+            y, states = _prefill(
+                (C, B), values, [_gates(dt, A)], None, states, batch, jnp.float32, _is_wide(x), interpret
+            )
             return _skip(y, x, D).astype(x.dtype), states
 
         return _share(decode, prefill, dict(x=x, dt=dt, B=B, C=C), x, states, batch)
@@ -246,6 +244,7 @@ def _prefill(
     keys: tuple[jax.Array, ...],
     values: jax.Array,
     numbers: list[jax.Array],
+    scale: float | jax.Array | None,
     states: jax.Array,
     batch: StateBatch,
     dtype: Any,
@@ -255,18 +254,15 @@ def _prefill(
     """Returns outputs like `values`, with anything for padding, and the pool, of a step of any tokens; see
     `prefill_states`."""
     axes = values.shape[:-2]
-    flat, token = batch.flatten(axes), locate(axes, batch.kv_lens, batch.query_lens, batch.query_starts)
-    row, position = token.row.reshape(-1), token.position.reshape(-1)
-    chunks = list_chunks(flat, row.size, states.shape[0])
-    found, (v, *rates) = (
-        [gather_tokens(x.reshape(row.size, *x.shape[len(axes) :]), chunks) for x in arrays]
-        for arrays in (keys, (values, *numbers))
+    chunks = list_chunks(batch.flatten(axes), math.prod(axes), states.shape[0])
+    keys, (v, *numbers) = (
+        [x.reshape(math.prod(axes), *x.shape[len(axes) :]) for x in arrays] for arrays in (keys, (values, *numbers))
     )
-    has_delta, stacked = len(found) + len(rates) > 3, jnp.stack([x.astype(jnp.float32) for x in rates], axis=1)
+    has_delta = len(keys) + len(numbers) > 3
     y, states = prefill_states(
-        has_delta, tuple(found), v, stacked, states, chunks, dtype, exact=exact, interpret=interpret
+        has_delta, tuple(keys), v, numbers, scale, states, chunks, dtype, exact=exact, interpret=interpret
     )
-    return scatter_tokens(y, flat, row, position).reshape(values.shape), states
+    return y.reshape(values.shape), states
 
 
 def _group(x: jax.Array, groups: int) -> jax.Array:

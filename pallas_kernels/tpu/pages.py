@@ -92,6 +92,14 @@ def _anywhere(_, in_batched, x):
     return x, in_batched[0]  # what takes the arrays of a batch apart knows no memories
 
 
+def output_in_hbm(x: jax.ShapeDtypeStruct, interpret):
+    """Returns an output that stays in HBM, as an argument does by `keep_in_hbm`; `x`: of `output`."""
+    if interpret:
+        return x
+    room, varying = lax.empty(x.shape, x.dtype), getattr(x.manual_axis_type, "varying", ())
+    return pltpu.HBM.like(lax.pcast(room, tuple(varying), to="varying") if varying else room)
+
+
 def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
     """Zeros at the end of an axis, to make it `size` long."""
     if x.shape[axis] == size:

@@ -82,7 +82,7 @@ def program(mesh, family, rows=ROWS, tokens=None):
         specs = {name: x.sharding.spec for name, x in arrays.items()}
         step = jax.shard_map(
             step, mesh=mesh, in_specs=(specs, [pool.sharding.spec] * 2, *[P()] * 5),
-            out_specs=(arrays[value].sharding.spec, [pool.sharding.spec] * 2), check_vma=False,
+            out_specs=(arrays[value].sharding.spec, [pool.sharding.spec] * 2),
         )  # fmt: skip
     with jax.set_mesh(mesh):
         compiled = jax.jit(step, donate_argnums=1).lower(arrays, [pool] * 2, *rows_of_step).compile()

@@ -18,22 +18,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.channel_groups import SUBLANES
-from pallas_kernels.tpu.recurrence.products import CHUNK, MINOR, PAIR, dot, pack_left, split
+from pallas_kernels.tpu.recurrence.products import CHUNK, LEAST_GATE, MINOR, PAIR, dot, pack_left, split
 
 
-def relate_channels(inputs, stages, writes: list) -> Iterator[None]:
+def relate_channels(tokens, stages, scale, writes: list) -> Iterator[None]:
     """Multiplies queries and keys by keys, and by the gates that lie between them, for two heads at a time."""
-    numbers = inputs.numbers[0, 0]
-    size, num_keys, digits = stages.spread.shape[0], inputs.k.shape[1], stages.keys.shape[1]
+    size, num_keys, digits = stages.spread.shape[0], tokens.k.words.num_heads, stages.keys.shape[1]
+    numbers = stages.numbers[...]
     pairs = [range(head, min(head + 2, size)) for head in range(0, size, 2)]
     key_of = [head // (size // num_keys) for head in range(size)]
     for i, pair in enumerate(pairs):
         near = Triangles()
-        tokens = [_near_tokens(inputs, head, key_of[head]) for head in pair]
-        near.add_diagonal(tokens)
-        near.add_blocks(tokens, digits)
+        near_tokens = [_near_tokens(tokens, scale, head, key_of[head]) for head in pair]
+        near.add_diagonal(near_tokens)
+        near.add_blocks(near_tokens, digits)
         near.leave(stages.near.at[i])
-        for head, own in zip(pair, tokens, strict=True):
+        for head, own in zip(pair, near_tokens, strict=True):
             for place in range(SUBLANES):
                 at = pl.ds(place, SUBLANES, stride=SUBLANES)
                 stages.reach[head, 0, at], stages.reach[head, 1, at] = own.since[place], own.till[place]
@@ -41,13 +41,13 @@ def relate_channels(inputs, stages, writes: list) -> Iterator[None]:
     beta, decays = jnp.concatenate([numbers, numbers], axis=1), []
     for i, pair in enumerate(pairs):
         far = Triangles()
-        tokens = [_far_tokens(inputs, stages, head, key_of[head]) for head in pair]
-        far.add_blocks(tokens, digits)
+        far_tokens = [_far_tokens(tokens, stages, scale, head, key_of[head]) for head in pair]
+        far.add_blocks(far_tokens, digits)
         factors = _beside(beta[pair[0] : pair[0] + 1], beta[pair[-1] : pair[-1] + 1])
         lower, attention = far.join(stages.near.at[i], factors)
         writes.append((stages.lower, i, lower))
         attention = split(attention, digits)
-        for head, own in zip(pair, tokens, strict=True):
+        for head, own in zip(pair, far_tokens, strict=True):
             begin = head % 2 * CHUNK
             for part, x in enumerate(pack_left([x[:, begin : begin + CHUNK] for x in attention])):
                 writes.append((stages.attention, (head, part), x))
@@ -63,22 +63,21 @@ def relate_channels(inputs, stages, writes: list) -> Iterator[None]:
     writes.append((stages.gates, slice(None), lines.astype(jnp.bfloat16)))
 
 
-def _near_tokens(inputs, head, key) -> "GatedTokens":
+def _near_tokens(tokens, scale, head, key) -> "GatedTokens":
     """Tokens eight apart in a register."""
 
-    def take(ref, i):
-        places = [ref[0, i, pl.ds(place, SUBLANES, stride=SUBLANES)] for place in range(SUBLANES)]
-        return jnp.stack(places)
+    def take(lines, i):
+        return jnp.stack([lines.head(i, pl.ds(place, SUBLANES, stride=SUBLANES)) for place in range(SUBLANES)])
 
-    gates = jnp.exp(take(inputs.gates, head))
-    return GatedTokens(take(inputs.q, key), take(inputs.k, key), gates, jnp.ones_like(gates), gates)
+    gates = jnp.exp(jnp.maximum(take(tokens.gates, head), LEAST_GATE))
+    return GatedTokens(take(tokens.q, key) * scale[0], take(tokens.k, key), gates, jnp.ones_like(gates), gates)
 
 
-def _far_tokens(inputs, stages, head, key) -> "GatedTokens":
+def _far_tokens(tokens, stages, scale, head, key) -> "GatedTokens":
     """Tokens as they come."""
     q, k, since, till = (
         x.reshape(SUBLANES, SUBLANES, x.shape[-1])
-        for x in (inputs.q[0, key], inputs.k[0, key], stages.reach[head, 0], stages.reach[head, 1])
+        for x in (tokens.q.head(key) * scale[0], tokens.k.head(key), stages.reach[head, 0], stages.reach[head, 1])
     )
     return GatedTokens(q, k, since, till, jnp.broadcast_to(since[:, SUBLANES - 1 :], since.shape))
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 CHUNK = 64  # tokens
+LEAST_GATE = -100.0  # its exponential is 0 in float32
 PAIR = 2 * CHUNK  # lanes of two heads' triangles side by side
 MINOR, INNER, OUTER = ((1,), (1,)), ((1,), (0,)), ((0,), (0,))  # which axes are summed over
 

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.common.channel_groups import SUBLANES
 from pallas_kernels.tpu.pages import LANES, vector_bytes
 from pallas_kernels.tpu.recurrence.channel_gates import relate_channels
+from pallas_kernels.tpu.recurrence.chunk_tokens import ChunkTokens
 from pallas_kernels.tpu.recurrence.products import (
     CHUNK,
     INNER,
@@ -57,6 +58,7 @@ class Stages(NamedTuple):
     lower: Any  # f32[pairs of heads, CHUNK, 2 CHUNK]: what keys have of earlier ones
     gates: Any  # bf16[4 padded_rows(H), spread]: three parts of each head's numbers, and zeros
     solver: Any  # bf16[H, parts - 1, 3 HALF, 2 HALF]: the first half's inverse, what lies below it, the second half's
+    numbers: Any  # f32[m padded_rows(H), CHUNK]: a row for each of m numbers and each head
     # f32[H, spread, LANES]: the same in all lanes. Gates since the chunk's start, and those till its end times beta, of
     # CHUNK tokens each; with gates by channel those of the chunk, of K channels, and beta of CHUNK tokens.
     spread: Any
@@ -64,6 +66,7 @@ class Stages(NamedTuple):
     ends: Any = None  # as keys: with gates till the chunk's end
     reach: Any = None  # f32[H, 2, CHUNK, K]: gates of eight tokens, since their start and till their end
     near: Any = None  # f32[pairs of heads, 2, CHUNK, 2 CHUNK]: what keys and queries have of earlier ones of the eight
+    turned: Any = None  # queries, keys and gates, heads first: f32[H', CHUNK, K] twice, and f32[H, CHUNK, K]
 
     @property
     def bytes(self) -> int:
@@ -88,6 +91,7 @@ def stage_shapes(heads: int, keys: int, width: int, parts: int, by_channel: bool
         shape((pairs, CHUNK, PAIR), jnp.float32),
         shape((4 * padded_rows(heads), numbers), few),
         shape((heads, parts - 1, 3 * HALF, 2 * HALF), few),
+        shape(((1 if by_channel else 2) * padded_rows(heads), CHUNK), jnp.float32),
         shape((heads, numbers, LANES), jnp.float32),
     )
     if not by_channel:
@@ -101,31 +105,50 @@ def padded_rows(heads: int) -> int:
     return -(-heads // SUBLANES) * SUBLANES
 
 
-def run_stages(inputs, y_ref, states, first, stages: Stages, has_delta: bool) -> None:
+def spread_keys(tokens: ChunkTokens, stages: Stages) -> None:
+    """Makes what the first stage reads of tokens that have come."""
+    stages.numbers[...] = tokens.numbers[:, 0, : stages.numbers.shape[0]].T
+    for x in (tokens.q, tokens.k, tokens.gates):
+        if x is not None:
+            x.spread()
+
+
+def run_stages(
+    tokens: ChunkTokens, following: ChunkTokens, states, first, stages: Stages, scale, has_delta: bool
+) -> None:
     """Runs the three stages, of which the last advances the states from `first` on. What they compute is written when
-    all is read: memory's order keeps nothing waiting."""
+    all is read: memory's order keeps nothing waiting. Then come the tokens that the `following` step reads."""
     writes: list[tuple[Any, Any, Any]] = []
     by_channel = stages.ends is not None
+    if by_channel:
+        related = relate_channels(tokens, stages, scale, writes)
+    else:
+        related = relate(tokens, stages, has_delta, scale, writes)
     running = {
-        "r": relate_channels(inputs, stages, writes) if by_channel else relate(inputs, stages, has_delta, writes),
+        "r": related,
         "s": solve(stages, has_delta, writes),
-        "a": advance(inputs.v, y_ref, states, first, stages, has_delta, writes),
+        "a": advance(tokens, states, first, stages, has_delta, writes),
     }
     for name in ORDER_BY_CHANNEL if by_channel else ORDER:
         next(running[name], None)
     for ref, place, x in writes:
         ref[place] = x
+    spread_keys(following, stages)
+    following.v.spread()
 
 
-def relate(inputs, stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
+def relate(tokens: ChunkTokens, stages: Stages, has_delta: bool, scale, writes: list) -> Iterator[None]:
     """Multiplies queries and keys by keys, and by the gates that lie between them."""
-    q_ref, k_ref, numbers_ref = inputs.q, inputs.k, inputs.numbers
     (own, digits), size = stages.keys.shape[:2], stages.spread.shape[0]
     key_of = [head // (size // own) for head in range(size)]
     pairs = [(head, min(head + 1, size - 1)) for head in range(0, size, 2)]
-    gates = _Gates(numbers_ref[0, 0], padded_rows(size), has_delta)
+    rows = padded_rows(size)
+    gates = _Gates(stages.numbers[...], rows, has_delta)
     yield
-    queries, keys = ([split(x[0, i].astype(jnp.float32), digits) for i in range(own)] for x in (q_ref, k_ref))
+    q, k = ([x.head(i) for i in range(own)] for x in (tokens.q, tokens.k))
+    if scale is not None:
+        q = [x * scale[0] for x in q]
+    queries, keys = ([split(x, digits) for x in some] for some in (q, k))
     for i in range(own):
         for part in range(digits):
             writes += [(stages.queries, (i, part), queries[i][part]), (stages.keys, (i, part), keys[i][part])]
@@ -173,7 +196,7 @@ def solve(stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
                 writes.append((stages.solver, (head, part, slice(i * HALF, (i + 1) * HALF)), y))
 
 
-def advance(v_ref, y_ref, states, first, stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
+def advance(tokens: ChunkTokens, states, first, stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
     """Computes outputs, and the states after the chunk."""
     (own, digits), heads = stages.keys.shape[:2], range(stages.spread.shape[0])
     key_of = [head // (len(heads) // own) for head in heads]
@@ -190,7 +213,7 @@ def advance(v_ref, y_ref, states, first, stages: Stages, has_delta: bool, writes
     contract = INNER if has_delta else MINOR
     found = [multiply_left(read[key_of[i]], parts(states[first + i]), contract) for i in heads]
     yield
-    u = [v_ref[0, i].astype(jnp.float32) for i in heads]
+    u = [tokens.v.head(i) for i in heads]
     width = u[0].shape[1]
     if has_delta:
         # What is yet to be multiplied by beta, which `between` and `till_end` have in them.
@@ -226,10 +249,11 @@ def advance(v_ref, y_ref, states, first, stages: Stages, has_delta: bool, writes
                 added += [x[:, i * width : (i + 1) * width] for i in range(len(few))]
     else:
         added = [multiply_rows(later[i], keys[key_of[i]]) for i in heads]
+    y = jnp.stack([(forget(found[i][-CHUNK:], i) + inner[i]).astype(tokens.y.dtype) for i in heads])
+    writes.append((tokens.y, slice(None), jnp.swapaxes(y, 0, 1)))
     for i in heads:
-        y = forget(found[i][-CHUNK:], i) + inner[i]
         decay = _widen(since_start[i] if by_channel else since_start[i][CHUNK - 1 :], states.shape[2])
-        writes += [(y_ref, (0, i), y.astype(y_ref.dtype)), (states, first + i, states[first + i] * decay + added[i])]
+        writes.append((states, first + i, states[first + i] * decay + added[i]))
 
 
 class _Gates:

@@ -1,8 +1,8 @@
 """Several tokens per row of a layer that keeps states, in chunks: products of matrices, the state in vector memory.
 
-XLA cuts rows into chunks and lays their tokens out heads first. An item is a few heads of one chunk: all heads of a
-chunk pass, then comes the next one, row after row. A grid step has one stage of each of three items, see `state_chunk`.
-A row's states come a step before its first chunk, and leave while the next steps run.
+XLA lists the chunks of rows; their tokens come as they lie, see `chunk_tokens`. An item is a few heads of one chunk:
+all heads of a chunk pass, then comes the next one, row after row. A grid step has one stage of each of three items, see
+`state_chunk`. A row's states come a step before its first chunk, and leave while the next steps run.
 """
 
 import functools
@@ -14,9 +14,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.state_batch import StateBatch
-from pallas_kernels.tpu.pages import SPILL_BYTES, divide, keep_in_hbm, output, vector_bytes
+from pallas_kernels.tpu.pages import LANES, SPILL_BYTES, keep_in_hbm, output, output_in_hbm, vector_bytes
+from pallas_kernels.tpu.recurrence.chunk_tokens import (
+    FIRST,
+    LAST,
+    ChunkTokens,
+    Transport,
+    divide_heads,
+    join_heads,
+    lines_shape,
+    pack_numbers,
+)
 from pallas_kernels.tpu.recurrence.products import CHUNK
-from pallas_kernels.tpu.recurrence.state_chunk import STAGES, Stages, padded_rows, run_stages, stage_shapes
+from pallas_kernels.tpu.recurrence.state_chunk import STAGES, Stages, padded_rows, run_stages, spread_keys, stage_shapes
 
 HEADS = 16  # of a grid step, at most
 
@@ -39,24 +49,23 @@ class ChunkScalars(NamedTuple):
     sources: Any  # i32[n]: the slots that `Chunks` says, and those that follow
     targets: Any  # i32[n]
     snapshots: Any  # i32[n]
+    begins: Any  # i32[n]: the places of their tokens
+    counts: Any  # i32[n]: how many these are
     total: Any  # i32[1]: how many chunks there are
+    scale: Any  # f32[1]: of queries; None: 1
 
 
 class ChunkInputs(NamedTuple):
-    """What comes for a few heads of a chunk, and the pool, which stays in HBM."""
+    """What stays in HBM."""
 
-    q: Any  # [n, H', CHUNK, K]
-    k: Any  # as q
-    v: Any  # [n, H, CHUNK, V]
-    numbers: Any  # f32[n, groups of heads, numbers times padded_rows(heads of a group), CHUNK]: a row for each head
-    gates: Any  # f32[n, H, CHUNK, K], logarithms, if by channel, else None
+    tokens: ChunkTokens
     pool: Any  # [slots, H, ., .]
 
 
 class ChunkOutputs(NamedTuple):
-    """What goes for a few heads of a chunk, and the pool, in the memory that it came in."""
+    """What goes, and the pool, in the memory that it came in."""
 
-    y: Any  # [n, H, CHUNK, V]
+    y: Any  # as `ChunkTokens` has it
     pool: Any  # [slots, H, ., .]
 
 
@@ -65,6 +74,9 @@ class ChunkScratch(NamedTuple):
 
     states: Any  # of all heads, from chunk to chunk of a row
     stages: Stages
+    tokens: ChunkTokens  # of two items by turns
+    lines: ChunkTokens  # the words of heads; None: of numbers and outputs
+    moved: Any  # [3, 2]: tokens for the first stage, for the last one, and outputs; of items by turns
     coming: Any  # [2], of items by turns
     leaving: Any  # [groups of heads + 1]: the last is the snapshots'
 
@@ -104,26 +116,6 @@ def list_chunks(batch: StateBatch, num_tokens: int, num_slots: int) -> Chunks:
     )
 
 
-def gather_tokens(x: jax.Array, chunks: Chunks) -> jax.Array:
-    """Returns `[n, heads, CHUNK, ...]` of tokens `[N, heads, ...]`, 0 where a chunk has none."""
-    place = jnp.arange(CHUNK, dtype=jnp.int32)[None]
-    found = x[jnp.minimum(chunks.begin[:, None] + place, x.shape[0] - 1)]
-    there = (place < chunks.tokens[:, None]).reshape(*found.shape[:2], *[1] * (found.ndim - 2))
-    return jnp.swapaxes(jnp.where(there, found, jnp.zeros((), x.dtype)), 1, 2)
-
-
-def scatter_tokens(y: jax.Array, batch: StateBatch, row: jax.Array, position: jax.Array) -> jax.Array:
-    """Returns `[N, heads, ...]` of chunks `[n, heads, CHUNK, ...]`, for tokens of these rows and positions."""
-    first, begin = batch.starts // CHUNK, batch.starts
-    counts = jnp.where(batch.query_lens > 0, (batch.kv_lens - 1) // CHUNK - first + 1, 0)
-    before = jnp.cumsum(counts, dtype=jnp.int32) - counts
-    number = position // CHUNK
-    chunk = before[row] + number - first[row]
-    lane = position - jnp.maximum(number * CHUNK, begin[row])
-    flat = jnp.swapaxes(y, 1, 2).reshape(-1, y.shape[1], *y.shape[3:])
-    return flat[jnp.clip(chunk * CHUNK + lane, 0, flat.shape[0] - 1)]
-
-
 def heads_of_step(heads: int, share: int) -> int:
     """Returns how many heads a grid step takes: all that share keys, or a part of them."""
     return max(n for n in range(1, HEADS + 1) if not heads % n and (not n % share or not share % n))
@@ -139,15 +131,40 @@ def state_prefill_bytes(
     """
     (few, *_, depth), (heads, *_, width) = keys, values
     size, own = _divide_heads(heads, few)
-    blocks = [(2 * own, CHUNK, depth), (2 * size, CHUNK, width), (2, padded_rows(size), CHUNK)]
-    blocks += [(size, CHUNK, depth)] * by_channel
+    buffers = _buffers(size, own, depth, width, by_channel)
     return (
         # 6.1 MiB were seen, of 16 heads in float32 on a v5p; by channel 8.1.
         (2 * SPILL_BYTES if by_channel else 4 * SPILL_BYTES // 3)
         + stage_shapes(size, own, depth, _digits(exact), by_channel).bytes
         + vector_bytes(states, jnp.float32)
-        + 2 * sum(vector_bytes(shape, jnp.float32) for shape in blocks)
+        + sum(vector_bytes(x.shape, x.dtype) for x in jax.tree.leaves((buffers, _lines(buffers))))
     )
+
+
+def _buffers(
+    size: int, own: int, depth: int, width: int, by_channel: bool, dtypes: tuple[Any, ...] = (jnp.float32,) * 4
+) -> ChunkTokens:
+    """Returns the shapes of two items' tokens.
+
+    Args:
+      size, own: heads of values and of keys.
+      depth, width: theirs.
+      dtypes: of q, k, v and y.
+    """
+    q, k, v, y = dtypes
+
+    def shape(heads, lanes, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct((2, CHUNK, heads, lanes), dtype)
+
+    gates = shape(size, depth) if by_channel else None
+    return ChunkTokens(
+        shape(own, depth, q), shape(own, depth, k), gates, shape(1, LANES), shape(size, width, v), shape(size, width, y)
+    )
+
+
+def _lines(buffers: ChunkTokens) -> ChunkTokens:
+    """Returns the shapes of the words of an item's heads, of what is read by them."""
+    return jax.tree.map(lambda x: lines_shape(x.shape, x.dtype), buffers._replace(numbers=None, y=None))
 
 
 def _divide_heads(heads: int, keys: int) -> tuple[int, int]:
@@ -164,7 +181,8 @@ def prefill_states(
     has_delta: bool,
     keys: tuple[jax.Array, ...],
     values: jax.Array,
-    numbers: jax.Array,
+    numbers: list[jax.Array],
+    scale: float | jax.Array | None,
     states: jax.Array,
     chunks: Chunks,
     dtype: Any,
@@ -172,94 +190,84 @@ def prefill_states(
     exact: bool = True,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs `[n, H, CHUNK, V]`, undefined where there is no token, and the pool, in its own memory.
+    """Returns the outputs `[N, H, V]`, undefined for tokens of no chunk, and the pool, in its own memory.
 
     Args:
       has_delta: whether states learn what they lack of values; else they are `[slots, H, V, K]`.
-      keys: q and k `[n, H', CHUNK, K]`, 0 where there is no token, as all that follows; if by channel, logarithms of
-        gates `[n, H, CHUNK, K]`.
-      values: `[n, H, CHUNK, V]`.
-      numbers: f32 `[n, m, H, CHUNK]`: logarithms of gates, unless by channel, and with delta beta.
+      keys: q and k `[N, H', K]`; if by channel, logarithms of gates `[N, H, K]`.
+      values: `[N, H, V]`.
+      numbers: `[N, H]` each: logarithms of gates, unless by channel, and with delta beta.
+      scale: of queries; None: 1.
       dtype: of the outputs.
       exact: whether products have all digits of float32; else 16 of its 24 bits, for values that came with 8.
     """
-    count, heads, _, width = values.shape
-    by_channel = len(keys) > 2
-    if by_channel:
-        keys = tuple(x.astype(jnp.float32) for x in keys)  # rows of registers are read one by one
-    share, (size, own) = heads // keys[0].shape[1], _divide_heads(heads, keys[0].shape[1])
+    (count, heads, width), depth, by_channel = values.shape, keys[0].shape[2], len(keys) > 2
+    size, own = _divide_heads(heads, keys[0].shape[1])
     groups = heads // size
-    lines = jnp.moveaxis(numbers.reshape(count, -1, groups, size, CHUNK), 2, 1)  # [n, groups, m, size, CHUNK]
-    lines = jnp.pad(lines, [(0, 0)] * 3 + [(0, padded_rows(size) - size), (0, 0)]).reshape(count, groups, -1, CHUNK)
-
-    def blocks(*shape: int, steps: int = 1, late: bool = False) -> pl.BlockSpec:
-        """Returns the blocks of the first stage's items, or of the last one's, each for so many of them."""
-
-        def place(chunk: jax.Array, group: jax.Array, scalars: ChunkScalars) -> tuple[Any, ...]:
-            if late:
-                chunk, group = _last_stage(chunk, group, groups)
-            last = scalars.total[0] - 1
-            group = jnp.where(chunk > last, groups - 1, jnp.where(chunk < 0, 0, group))  # nothing comes where none is
-            return jnp.maximum(jnp.minimum(chunk, last), 0), divide(group, steps), 0, 0
-
-        return pl.BlockSpec((1, *shape), place)
-
-    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    arrays = (*keys[:2], values, lines, keys[2] if by_channel else None)
-    given = jax.tree.leaves(arrays)
-    depth = keys[0].shape[-1]
-    y = output((count, heads, CHUNK, width), dtype, states, *given)
-    of_keys, of_values = blocks(own, CHUNK, depth, steps=max(1, share // size)), blocks(size, CHUNK, width, late=True)
-    of_numbers, of_gates = blocks(1, *lines.shape[2:]), blocks(size, CHUNK, depth) if by_channel else None
-    scalars = ChunkScalars(chunks.source, chunks.target, chunks.snapshot, chunks.total)
-    inputs = ChunkInputs(*arrays, states)
-    outputs = ChunkOutputs(y, output(states.shape, states.dtype, states, *given))
+    lines = pack_numbers(numbers, size, padded_rows(size))
+    q, k, *gates = (divide_heads(x, n) for x, n in zip(keys, (own, own, size), strict=False))
+    tokens = ChunkTokens(q, k, *gates or [None], lines, divide_heads(values, size))
+    given, hbm = jax.tree.leaves(tokens), pl.BlockSpec(memory_space=pltpu.HBM)
+    scale = None if scale is None else jnp.asarray(scale, jnp.float32).reshape(1)
+    scalars = ChunkScalars(
+        chunks.source, chunks.target, chunks.snapshot, chunks.begin, chunks.tokens, chunks.total, scale
+    )
+    outputs = ChunkOutputs(
+        output(tokens.v.shape, dtype, states, *given), output(states.shape, states.dtype, states, *given)
+    )
     stages = stage_shapes(size, own, depth, _digits(exact), by_channel)
+    buffers = _buffers(size, own, depth, width, by_channel, (q.dtype, k.dtype, values.dtype, jnp.dtype(dtype)))
     scratch = ChunkScratch(
         pltpu.VMEM(states.shape[1:], states.dtype),
-        jax.tree.map(lambda x: pltpu.VMEM(x.shape, x.dtype), stages),
+        *(
+            jax.tree.map(lambda x: pltpu.VMEM(x.shape, x.dtype), shapes)
+            for shapes in (stages, buffers, _lines(buffers))
+        ),
+        pltpu.SemaphoreType.DMA((3, 2)),
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.SemaphoreType.DMA((groups + 1,)),
-    )
-    kernel = pl.pallas_call(
-        functools.partial(_kernel, size=size, has_delta=has_delta),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(count + -(-(STAGES - 1) // groups), groups),
-            in_specs=(ChunkInputs(of_keys, of_keys, of_values, of_numbers, of_gates, hbm),),
-            out_specs=(ChunkOutputs(of_values, hbm),),
-            scratch_shapes=(scratch,),
-        ),
-        out_shape=(outputs,),
-        input_output_aliases={len(scalars) + len(given): 1},  # the pools
-        cost_estimate=pl.CostEstimate(
-            flops=8 * count * heads * CHUNK * depth * width,
-            transcendentals=count * heads * CHUNK * CHUNK,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*given, values)),
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * 2,
-            disable_bounds_checks=True,
-            disable_semaphore_checks=True,
-            vmem_limit_bytes=state_prefill_bytes(
-                keys[0].shape[1:], values.shape[1:], states.shape[1:], exact, by_channel
-            ),
-        ),
-        interpret=interpret,
-        name="state_prefill",
     )
 
     @jax.custom_batching.sequential_vmap
     def run(scalars: ChunkScalars, inputs: ChunkInputs) -> ChunkOutputs:
-        (outputs,) = kernel(scalars, inputs._replace(pool=keep_in_hbm(inputs.pool, interpret)))
-        return outputs
+        # From vector memory a copy would be a loop, a register a turn.
+        inputs = jax.tree.map(functools.partial(keep_in_hbm, interpret=interpret), inputs)
+        (found,) = pl.pallas_call(
+            functools.partial(_kernel, size=size, has_delta=has_delta),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(scalars.total[0] + -(-(STAGES - 1) // groups), groups),
+                in_specs=(jax.tree.map(lambda _: hbm, inputs),),
+                out_specs=(ChunkOutputs(hbm, hbm),),
+                scratch_shapes=(scratch,),
+            ),
+            out_shape=(outputs._replace(y=output_in_hbm(outputs.y, interpret)),),
+            input_output_aliases={len(jax.tree.leaves(scalars)) + len(given): 1},  # the pools
+            cost_estimate=pl.CostEstimate(
+                flops=8 * count * heads * depth * width,
+                transcendentals=count * heads * CHUNK,
+                bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*given, values)),
+            ),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("arbitrary",) * 2,
+                disable_bounds_checks=True,
+                disable_semaphore_checks=True,
+                vmem_limit_bytes=state_prefill_bytes(
+                    keys[0].shape[1:], values.shape[1:], states.shape[1:], exact, by_channel
+                ),
+            ),
+            interpret=interpret,
+            name="state_prefill",
+        )(scalars, inputs)
+        return found
 
-    return run(scalars, inputs)
+    found = run(scalars, ChunkInputs(tokens, states))
+    return join_heads(found.y, values.shape), found.pool
 
 
-def _last_stage(chunk, group, groups):
-    """Returns the chunk, and its heads, whose last stage is run when those have their first."""
-    for _ in range(STAGES - 1):
+def _before(chunk, group, groups, items):
+    """Returns the chunk, and its heads, of the item so many items before."""
+    for _ in range(items):
         chunk, group = jnp.where(group == 0, chunk - 1, chunk), jnp.where(group == 0, groups - 1, group - 1)
     return chunk, group
 
@@ -279,11 +287,13 @@ def _kernel(
     size: int,
     has_delta: bool,
 ):
-    sources, targets, snapshots, total = scalars
-    states, stages, coming, leaving = scratch
+    sources, targets, snapshots, total = *scalars[:3], scalars.total
+    states, stages, buffers, lines, moved, coming, leaving = scratch
     groups = states.shape[0] // size
-    number = pl.program_id(0) * groups + pl.program_id(1)
-    chunk, group = _last_stage(pl.program_id(0), pl.program_id(1), groups)
+    first = pl.program_id(0), pl.program_id(1)
+    number = first[0] * groups + first[1]
+    last = chunk, group = _before(*first, groups, STAGES - 1)
+    transport = Transport(inputs.tokens._replace(y=outputs.y), buffers, lines, moved, scalars, groups)
 
     def arrival(slot, group, turn):
         heads = pl.ds(group * size, size)
@@ -298,8 +308,24 @@ def _kernel(
         target = targets[jnp.maximum(chunk - 1, 0)]
         pl.when((chunk > 0) & (target >= 0))(lambda: departure(target, group, leaving.at[group]).wait())
 
+    is_last = number == total[0] * groups + STAGES - 2
+
     @pl.when(number < total[0] * groups + STAGES - 1)
     def _():
+        following = _next(*first, groups)
+
+        @pl.when(number == 0)
+        def _():
+            transport.fetch("start", FIRST, first, number)
+            transport.fetch("start", FIRST, following, number + 1)
+            transport.bring(FIRST, first, number)
+            spread_keys(transport.find(number), stages)
+
+        transport.fetch("start", FIRST, _next(*following, groups), number)
+        transport.fetch("start", LAST, first, number)
+        transport.bring(FIRST, following, number + 1)
+        transport.bring(LAST, _before(*first, groups, STAGES - 2), number - STAGES + 2)
+        transport.send("wait", _before(*last, groups, 2), number)
         place, is_chunk = jnp.maximum(chunk, 0), chunk >= 0
         source, target, snapshot = sources[place], targets[place], snapshots[place]
 
@@ -323,7 +349,9 @@ def _kernel(
                 states[pl.ds(group * size, size)] = jnp.zeros((size, *states.shape[1:]), states.dtype)
 
         # The first steps have no items in the last stages: these compute what nobody reads.
-        run_stages(inputs, outputs.y, states, group * size, stages.slot(number & 1), has_delta)
+        tokens = transport.find(number), transport.find(number + 1)
+        run_stages(*tokens, states, group * size, stages.slot(number & 1), scalars.scale, has_delta)
+        transport.send("start", last, number)
 
         @pl.when(is_chunk & (snapshot >= 0))
         def _():
@@ -335,7 +363,12 @@ def _kernel(
         def _():
             departure(target, group, leaving.at[group]).start()
 
-            @pl.when(number == total[0] * groups + STAGES - 2)
+            @pl.when(is_last)
             def _():
                 for each in range(groups):
                     departure(target, each, leaving.at[each]).wait()
+
+        @pl.when(is_last)
+        def _():
+            transport.send("wait", _before(*last, groups, 1), number - 1)
+            transport.send("wait", last, number)

@@ -18,7 +18,7 @@ from state_kernels import CASES, CHANNELS, CONVOLUTION, DELTA, SPACE, Mixing, ch
 import pallas_kernels
 from pallas_kernels import tpu
 from pallas_kernels.tpu import mixers
-from pallas_kernels.tpu.recurrence import state_decode, state_prefill
+from pallas_kernels.tpu.recurrence import chunk_tokens, state_decode, state_prefill
 
 pytestmark = pytest.mark.timeout(240, method="thread")
 FOLDER = pathlib.Path(tpu.__file__).parent
@@ -222,6 +222,7 @@ def test_rows_of_all_lengths_with_gates_by_channel():
     run(case, RACES, tolerance=2e-5)
 
 
+ONE_ROW = dict(before=(3,), new=(70,), slots=(5,), to_slots=(6,), snapshots=(-1,))
 # Three heads of one key: the last one has no second beside it where triangles' blocks are inverted.
 SHORT = CHUNKS._replace(dtypes=("bfloat16", "float32"), heads=3)
 # A row begins behind one whose states leave.
@@ -255,15 +256,19 @@ def test_rows_of_one_token_beside_others(case):
     run(case, RACES, tolerance=2e-5)
 
 
-def test_chunks_of_values_of_16_bits():
-    run(SHORT, PLAIN)
+@pytest.mark.parametrize("heads", [4, *[3, 2] * NIGHTLY])
+def test_chunks_of_values_of_16_bits(heads):
+    """Two heads are one word where they are even."""
+    case = SHORT if NIGHTLY else SHORT._replace(**ONE_ROW)
+    run(case._replace(heads=heads), PLAIN)
 
 
 @pytest.mark.parametrize(
     ("case", "most"),
     [
-        (OWN_KEYS, 2),  # heads of a grid step, at most: here an item follows another of the same chunk
+        (OWN_KEYS._replace(**ONE_ROW), 2),  # heads of a grid step, at most: an item follows another of the same chunk
         *[
+            (OWN_KEYS, 2),
             (OWN_KEYS._replace(by_channel=True), 2),
             (CHANNEL_CHUNKS, 1),
             (SHORT._replace(by_channel=True), 16),
@@ -271,7 +276,7 @@ def test_chunks_of_values_of_16_bits():
             (CHUNKS, 1),  # two items read a key
             (EMPTIED, 2),
             (IN_CHUNKS["space"], 2),
-            (CHUNKS._replace(heads=10, before=(3,), new=(70,), slots=(5,), to_slots=(6,), snapshots=(-1,)), 16),
+            (CHUNKS._replace(heads=10, **ONE_ROW), 16),
             (CHUNKS._replace(new=(0,) * 4, to_slots=(-1,) * 4), 16),
         ]
         * NIGHTLY,
@@ -280,14 +285,14 @@ def test_chunks_of_values_of_16_bits():
 def test_heads_of_chunks(case, most, monkeypatch):
     """Few heads a grid step, and more than a register has rows; no token at all."""
     monkeypatch.setattr(state_prefill, "HEADS", most)
+    if case.before == ONE_ROW["before"]:  # of heads as they lie, not divided by XLA
+        monkeypatch.setattr(chunk_tokens, "SUBLANES", 2)
     run(case, RACES)
 
 
 def check_strong_gates(module=mixers, by_channel=False):
     """Half of all gates forget all, the others next to nothing: sums are large, and what lies between tokens small."""
-    case = CHUNKS._replace(before=(3,), new=(70,), slots=(5,), to_slots=(6,), snapshots=(-1,))
-    if by_channel:
-        case = case._replace(by_channel=True, heads=2)
+    case = CHUNKS._replace(**ONE_ROW, heads=2, by_channel=by_channel)
     arrays = make_arrays(case)
     weak = np.random.default_rng(1).random(arrays["g"].shape) < 0.5
     arrays["g"] = jnp.where(weak & (arrays["g"] == arrays["g"]), arrays["g"] / 4096, 32 * arrays["g"])
@@ -444,15 +449,44 @@ CONTROLS = {
     ),
     "chunks cut at multiples of their own": (
         CHUNKS, PLAIN,
-        Plant("state_prefill:scatter_tokens", "jnp.maximum(number * CHUNK, begin[row])", "number * CHUNK"),
+        Plant("state_prefill:list_chunks", "jnp.maximum((first[row] + number) * CHUNK, start)",
+              "(first[row] + number) * CHUNK"),
     ),
     "padding of the last chunk computed": (
         CHUNKS, PLAIN,
-        Plant("state_prefill:gather_tokens", "place < chunks.tokens[:, None]", "place >= 0 * chunks.tokens[:, None]"),
+        Plant("Transport.bring", "count < CHUNK", "count < 0"),
+    ),
+    "tokens not awaited": (
+        CHUNKS, PLAIN, Plant("Transport.bring", "self.fetch('wait', names, item, number)", "None"),
+    ),
+    "tokens overwritten while they are read": (
+        CHUNKS, RACES, Plant("Transport._places", "number & 1", "0 * number"),
+    ),
+    "tokens of the chunk that follows for a chunk's own": (
+        CHUNKS, PLAIN, Plant("Transport._places", "self.counts[chunk]", "CHUNK"),
+    ),
+    "tokens of other heads": (
+        OWN_KEYS, PLAIN, Plant("Transport._places", "divide(group, self.groups // parts)", "0 * group"), HALVED,
+    ),
+    "outputs overwritten while they leave": (
+        CHUNKS, RACES,
+        Plant("state_prefill:_kernel", "transport.send('wait', _before(*last, groups, 2), number)", "None"),
+    ),
+    "outputs that leave last not awaited": (
+        CHUNKS, RACES, Plant("state_prefill:_kernel", "transport.send('wait', last, number)", "None"),
+    ),
+    "the first of two heads in a word for both": (
+        SHORT._replace(heads=4), PLAIN, Plant("HeadLines.head", "head % 2", "0 * head"),
+    ),
+    "queries without their scale": (
+        CHUNKS, PLAIN, Plant("state_chunk:relate", "x * scale[0]", "x"),
+    ),
+    "queries without their scale, by channel": (
+        CHANNEL_CHUNKS, PLAIN, Plant("_far_tokens", "tokens.q.head(key) * scale[0]", "tokens.q.head(key)"),
     ),
     "items of the stage before": (
         CHUNKS, PLAIN,
-        Plant("state_prefill:_last_stage", "range(STAGES - 1)", "range(STAGES - 2)"),
+        Plant("state_prefill:_kernel", "_before(*first, groups, STAGES - 1)", "_before(*first, groups, STAGES - 2)"),
     ),
     "what the next item leaves read for this one's": (
         CHUNKS, PLAIN,
