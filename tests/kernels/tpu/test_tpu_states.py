@@ -292,7 +292,7 @@ def test_heads_of_chunks(case, most, monkeypatch):
 
 def check_strong_gates(module=mixers, by_channel=False):
     """Half of all gates forget all, the others next to nothing: sums are large, and what lies between tokens small."""
-    case = CHUNKS._replace(**ONE_ROW, heads=2, by_channel=by_channel)
+    case = CHUNKS._replace(**ONE_ROW | {"new": (61,)}, heads=2, by_channel=by_channel)
     arrays = make_arrays(case)
     weak = np.random.default_rng(1).random(arrays["g"].shape) < 0.5
     arrays["g"] = jnp.where(weak & (arrays["g"] == arrays["g"]), arrays["g"] / 4096, 32 * arrays["g"])
