@@ -29,7 +29,6 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     WIDTH,
     await_outputs,
     columns,
-    halve,
     hold_zero,
     landing,
     launch_chunks,
@@ -38,11 +37,11 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     multiply,
     multiply_while,
     operand,
-    pair_halves,
     walk_rows,
     walk_turned,
     write_tokens,
 )
+from pallas_kernels.gpu.recurrence.halves import halve, pair_halves
 from pallas_kernels.gpu.recurrence.rows import plan_chunks
 from pallas_kernels.gpu.tiles import InterpretParams, anew, store
 
@@ -126,7 +125,7 @@ def run_channel_chunks(
             def turned(*which):
                 return [half.T for half in halves(*which)]
 
-            held = halve(state)
+            held = halve(interpret, state)
             plgpu.barrier_wait(ready.at[slot(chunk, SINCE_KEYS)])
             found = multiply(interpret, SQUARE, *pair_halves(held, turned(SINCE_KEYS)))
             plgpu.commit_smem()
@@ -135,13 +134,13 @@ def run_channel_chunks(
 
             def find_lacks():
                 plgpu.barrier_wait(values_ready)
-                return halve(load_values(located().values, chunk.count) - found)
+                return halve(interpret, load_values(located().values, chunk.count) - found)
 
             y, lacks = multiply_while(find_lacks, interpret, SQUARE, *pair_halves(held, turned(SINCE_QUERIES)))
             plgpu.commit_smem()
             following(fetch(SINCE_KEYS))
             plgpu.barrier_wait(ready.at[slot(chunk, SQUARES)])
-            gains = halve(multiply(interpret, SQUARE, *pair_halves(lacks, turned(SQUARES, pl.ds(0, CHUNK)))))
+            gains = halve(interpret, multiply(interpret, SQUARE, *pair_halves(lacks, turned(SQUARES, pl.ds(0, CHUNK)))))
             y = y + multiply(interpret, SQUARE, *pair_halves(gains, turned(SQUARES, pl.ds(CHUNK, CHUNK))))
             plgpu.barrier_wait(ready.at[slot(chunk, UNTIL_KEYS)])
 

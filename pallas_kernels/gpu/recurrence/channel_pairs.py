@@ -10,6 +10,7 @@ with ones and zeros: nothing is subtracted.
 What the state gives and what it gains is of keys and queries that are decayed here, so that the walk has no gates.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +25,9 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     PIECE,
     ROW,
     SQUARE,
+    add_products,
     await_outputs,
     columns,
-    halve,
     hold_zero,
     index,
     landing,
@@ -37,13 +38,12 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     multiply,
     operand,
     pad_numbers,
-    pair_halves,
     pair_tokens,
-    put,
     split_keys,
 )
 from pallas_kernels.gpu.recurrence.delta_pairs import invert_triangle
-from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams, anew, store
+from pallas_kernels.gpu.recurrence.halves import halve, pair_halves, put
+from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams, anew, full, store
 
 KEYS = 128  # of a head
 # What the walk multiplies with, in order: keys and queries decayed since the chunk's beginning, squares, keys decayed
@@ -54,6 +54,7 @@ INNER = 4  # tokens on either side of the middle of those that are taken from th
 # Of a token and channel, in logarithms: float32 sees no state through it, and times four either way, e^72, it leaves
 # room for keys.
 LEAST_GATE = -18.0
+LOG2_E = math.log2(math.e)
 
 
 class ChannelPairs(NamedTuple):
@@ -70,7 +71,7 @@ class ChannelBuffers(NamedTuple):
     landed: tuple[Any, Any]  # queries and keys as bulk copies bring them
     landed_gates: Any  # as bulk copies bring them
     gates: tuple[Any, Any]  # their halves, in the same memory
-    decayed: tuple[Any, Any]  # ... and those of keys and of queries
+    decayed: tuple[Any, Any]  # ... and those of keys or queries that are decayed, of two pieces or kinds
     results: tuple[Any, Any]  # ... and of squares that are written
     lower: tuple[Any, Any]  # ... and of the triangle
     left: tuple[Any, Any]  # ... and of a square
@@ -105,38 +106,49 @@ def relate_channels(arrays: dict[str, jax.Array], chunks: jax.Array, interpret: 
             first, last = edges(row)
             return (column >= first) & (column <= last)
 
-        def sum_gates(edges):
-            """Yields sums of gates, of 64 channels after others: of tokens from one to another."""
-            ones = jnp.where(find_between(edges), 1.0, 0.0).astype(jnp.bfloat16)
-            for piece in range(len(pieces)):
-                yield multiply(interpret, SQUARE, *((ones, half.at[piece]) for half in located().gates))
+        def find_ones(edges):
+            """Returns ones at those tokens: products with them are sums of gates."""
+            return jnp.where(find_between(edges), 1.0, 0.0).astype(jnp.bfloat16)
+
+        def sum_gates(ones, piece):
+            """Returns sums of 64 channels' gates."""
+            return multiply(interpret, SQUARE, *((ones, half.at[piece]) for half in located().gates))
+
+        def locate_decayed(piece):
+            return [half.at[piece] for half in located().decayed]
+
+        def each_piece(run, carry=()):
+            """Runs 64 channels after others: in a loop, for as much code again would not fit the instruction cache."""
+
+            def run_piece(i, carry):
+                return run(lax.convert_element_type(i, jnp.int32), carry)
+
+            return lax.fori_loop(0, len(pieces), run_piece, carry)
 
         def write(place, halves, piece):
             """Begins to write halves of 64 columns of an operand."""
             plgpu.commit_smem()
             for here, half in zip(HALVES, halves, strict=True):
-                plgpu.copy_smem_to_gmem(half, out.operands.at[nth, head, place, here, piece])
+                plgpu.copy_smem_to_gmem(half, out.operands.at[nth, head, place, here, pl.ds(piece * PIECE, PIECE)])
 
-        def write_since():
-            """Writes keys and queries that are decayed since the chunk's beginning."""
-            for piece, sums in enumerate(sum_gates(lambda token: (0, token))):
-                decay = jnp.exp(sums)
-                for which, place, target in zip((1, 0), (SINCE_KEYS, SINCE_QUERIES), located().decayed, strict=True):
-                    put(load(which, piece) * decay, target)
-                    write(place, target, pieces[piece])
+        def write_decayed(edges, *places):
+            """Writes keys, or keys and queries, that are decayed by the gates of such tokens."""
+            ones = find_ones(edges)
+
+            def write_piece(piece, _):
+                decay = jnp.exp2(sum_gates(ones, piece))
+                for which, place in zip((1, 0), places, strict=False):
+                    target = locate_decayed(which)
+                    put(interpret, load(which, piece) * decay, target)
+                    write(place, target, piece)
                 await_outputs()  # others take their place
+                return ()
 
-        def write_until():
-            """Writes keys that are decayed until the chunk's end."""
-            for piece, sums in enumerate(sum_gates(lambda token: (token + 1, CHUNK))):
-                put(load(1, piece) * jnp.exp(sums), located().decayed[piece])
-                write(UNTIL_KEYS, located().decayed[piece], pieces[piece])
-            await_outputs()
+            each_piece(write_piece)
 
-        def relate(size, squares=None):
-            """Returns what tokens are to one another, queries and keys to keys, that have a border between them and are
-            at most `size` from it, in addition to `squares`; without these, of eight tokens all."""
-            is_inner = squares is None
+        def relate(size, squares, *, is_inner=False):
+            """Returns squares with what tokens are to one another, queries and keys to keys, that have a border between
+            them and are at most `size` from it; or of eight tokens all."""
 
             def to_border(token):
                 is_behind = (token & size) != 0
@@ -146,26 +158,31 @@ def relate_channels(arrays: dict[str, jax.Array], chunks: jax.Array, interpret: 
                 last = token if is_inner else jnp.where((token & size) != 0, (token & -size) - 1, -1)
                 return token & (-2 * size), last
 
-            def multiply_keys(x, piece):
-                """Returns products with decayed keys, in halves."""
-                return multiply(interpret, SQUARE, *pair_halves(x, [half.T for half in located().decayed[piece]]))
+            ones = find_ones(to_border)
 
-            queries, keys = [], []
-            for piece, sums in enumerate(sum_gates(to_border)):
+            def relate_piece(piece, found):
+                sums = sum_gates(ones, piece)
                 if is_inner:  # some are against time: before the middle what sees, behind it what is seen
                     row = index(SQUARE, 0) + zero_s[0]
                     sums = jnp.where((row & size) != 0, sums, -sums)
-                decay = jnp.exp(sums)
-                put(load(1, piece) * (jnp.exp(-sums) if is_inner else decay), located().decayed[piece])
+                decay, decayed = jnp.exp2(sums), locate_decayed(piece)
+                put(interpret, load(1, piece) * (jnp.exp2(-sums) if is_inner else decay), decayed)
                 plgpu.commit_smem()
-                queries.append(multiply_keys(halve(load(0, piece) * decay), piece))
-                see = halve(load(1, piece) * decay) if is_inner else located().decayed[piece]
-                keys.append(multiply_keys(see, piece))
-            found = [jnp.where(find_between(seen), sum(x), 0.0) for x in (queries, keys)]
-            return tuple(found if is_inner else (x + square for x, square in zip(found, squares, strict=True)))
+                turned = [half.T for half in decayed]
+                see = (
+                    halve(interpret, load(0, piece) * decay),
+                    (halve(interpret, load(1, piece) * decay) if is_inner else decayed),
+                )
+                return add_products(interpret, found, *(pair_halves(x, turned) for x in see))
+
+            found, is_seen = each_piece(relate_piece, (full(SQUARE, 0.0, LAYOUT),) * 2), find_between(seen)
+            return tuple(jnp.where(is_seen, *pair) for pair in zip(found, squares, strict=True))
 
         def relate_beyond(level, squares):
             return relate(lax.shift_left(jnp.int32(2 * INNER), lax.convert_element_type(level, jnp.int32)), squares)
+
+        def relate_all():
+            return lax.fori_loop(0, 3, relate_beyond, relate(jnp.int32(INNER), (0.0, 0.0), is_inner=True))
 
         hold_zero(zero_s)
         for each, piece in enumerate(pieces):
@@ -183,23 +200,23 @@ def relate_channels(arrays: dict[str, jax.Array], chunks: jax.Array, interpret: 
 
         gates = [plgpu.load(located().landed_gates.at[each], layout=LAYOUT, optimized=False) for each in (0, 1)]
         for each, x in enumerate(gates):
-            x = jnp.maximum(x, LEAST_GATE)
-            put(x, [half.at[each] for half in located().gates])
-            kept_s.at[pieces[each]][...] = jnp.exp(x.sum(axis=0))
+            x = jnp.maximum(x, LEAST_GATE) * LOG2_E  # decays are powers of two
+            put(interpret, x, [half.at[each] for half in located().gates])
+            kept_s.at[pieces[each]][...] = jnp.exp2(x.sum(axis=0))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(kept_s, out.kept.at[nth, head])
-        write_since()
-        write_until()
-        queries, lower = lax.fori_loop(0, 3, relate_beyond, relate(INNER))
-        put(queries, located().results)
-        write(SQUARES, located().results, pieces[1])
+        write_decayed(lambda token: (0, token), SINCE_KEYS, SINCE_QUERIES)
+        write_decayed(lambda token: (token + 1, CHUNK), UNTIL_KEYS)
+        queries, lower = relate_all()
+        put(interpret, queries, located().results)
+        write(SQUARES, located().results, 1)
         beta, beta_across = (
             load_numbers(given["beta"].at[head], anew(token), anew(count), layout) for layout in (ROW, COLUMN)
         )
         inverse = invert_triangle(lower * lines(beta, SQUARE), located, zero_s, interpret)
         await_outputs()
-        put(inverse * columns(beta_across, SQUARE), located().results)
-        write(SQUARES, located().results, pieces[0])
+        put(interpret, inverse * columns(beta_across, SQUARE), located().results)
+        write(SQUARES, located().results, 0)
         await_outputs()
 
     def delta_rule_channel_pairs(chunks_ref, *refs):  # the name that profiles and dumps show
@@ -210,7 +227,7 @@ def relate_channels(arrays: dict[str, jax.Array], chunks: jax.Array, interpret: 
         gates = (operand(len(pieces), *SQUARE),) * 2
         squares = (operand(*SQUARE),) * 2
         landed_gates = landing(len(pieces), CHUNK, PIECE, dtype=jnp.float32)
-        shared = plgpu.RefUnion(landed_gates, (gates, (squares,) * 2), (squares,) * 4)
+        shared = plgpu.RefUnion(landed_gates, (gates, gates), (squares,) * 4)
         numbers = plgpu.SMEM((KEYS,), jnp.float32), plgpu.SMEM((1,), jnp.int32)
 
         def run(tokens, shared, *others):

@@ -156,24 +156,6 @@ def lay_out(source: Any, target: Any, count: jax.Array) -> None:
         target.at[:, piece][...] = load_tokens(source.at[nth], count)
 
 
-def halve(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns numbers' leading bits, and those behind them."""
-    # Two at once: else LLVM would round each by itself, to take it apart below, which takes 8 cycles.
-    leading = anew(x.astype(jnp.bfloat16))
-    return leading, (x - leading.astype(jnp.float32)).astype(jnp.bfloat16)
-
-
-def put(x: jax.Array, targets: Any, piece: Any = slice(None)) -> None:
-    """Stores halves of numbers."""
-    for half, target in zip(halve(x), targets, strict=True):
-        target.at[:, piece][...] = half
-
-
-def pair_halves(a: Any, b: Any) -> tuple[tuple[Any, Any], ...]:
-    """Returns what a product of numbers in halves is a sum of; that of their last bits is left out."""
-    return (a[0], b[0]), (a[0], b[1]), (a[1], b[0])
-
-
 def multiply(interpret: InterpretParams, shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
     """Returns the sum of products of operands, the first ones in shared memory or in registers."""
     return multiply_while(lambda: None, interpret, shape, *pairs)[0]
@@ -198,6 +180,29 @@ def multiply_while(
     # Or LLVM would put a first step of what follows, a change of sign, before the wait; and an assembler that sees one
     # there waits for each of the products.
     return anew(total), made
+
+
+def add_products(
+    interpret: InterpretParams, totals: tuple[jax.Array, ...], *sums: tuple[tuple[Any, Any], ...]
+) -> tuple[jax.Array, ...]:
+    """Returns totals to each of which the matrix unit has added, in its registers, a sum of products: operands' pairs.
+
+    All are waited for at once.
+    """
+    for pair in (pair for pairs in sums for pair in pairs):
+        probe(interpret, *pair)
+    if interpret is not None:
+        return tuple(
+            total + sum(jnp.dot(*(x[...].astype(jnp.float32) for x in pair)) for pair in pairs)
+            for total, pairs in zip(totals, sums, strict=True)
+        )
+
+    def add(acc_refs):
+        for acc_ref, pairs in zip(acc_refs, sums, strict=True):
+            for a, b in pairs:
+                plgpu.wgmma(acc_ref, a, b)
+
+    return anew(pl.run_state(add)(tuple(plgpu.ACC.init(total) for total in totals)))
 
 
 def write_tokens(target: Any, out_s: Any, token: jax.Array, count: jax.Array) -> None:

@@ -20,7 +20,6 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     WIDTH,
     await_outputs,
     columns,
-    halve,
     hold_zero,
     landing,
     launch_chunks,
@@ -29,12 +28,12 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     multiply,
     multiply_while,
     operand,
-    pair_halves,
     walk_rows,
     walk_turned,
     write_tokens,
 )
 from pallas_kernels.gpu.recurrence.delta_pairs import ChunkPairs, relate_tokens
+from pallas_kernels.gpu.recurrence.halves import halve, pair_halves
 from pallas_kernels.gpu.recurrence.rows import plan_chunks
 from pallas_kernels.gpu.tiles import InterpretParams, store
 
@@ -113,12 +112,12 @@ def run_delta_chunks(
             def since():
                 return columns(plgpu.load(sums_s.at[slot], layout=COLUMN), SQUARE)
 
-            held = halve(state)
+            held = halve(interpret, state)
             k_s = located().keys.at[slot]
             found = multiply(interpret, SQUARE, *((half, k_s.T) for half in held))
 
             def find_lacks():
-                return halve(load_values(located().values, chunk.count) - found * jnp.exp(since()))
+                return halve(interpret, load_values(located().values, chunk.count) - found * jnp.exp(since()))
 
             q_s = located().queries
             y, lacks = multiply_while(find_lacks, interpret, SQUARE, *((half, q_s.T) for half in held))
@@ -130,9 +129,10 @@ def run_delta_chunks(
 
             def find_worth():
                 """Returns what each token's gain is worth to the state at the chunk's end."""
-                return halve(gains * jnp.exp(whole - since()))
+                return halve(interpret, gains * jnp.exp(whole - since()))
 
-            others, worth = multiply_while(find_worth, interpret, SQUARE, *pair_halves(halve(gains), square(1)))
+            halves = halve(interpret, gains)
+            others, worth = multiply_while(find_worth, interpret, SQUARE, *pair_halves(halves, square(1)))
 
             def write():
                 await_outputs()

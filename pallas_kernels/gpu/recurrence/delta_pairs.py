@@ -31,13 +31,12 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     multiply,
     operand,
     pad_numbers,
-    pair_halves,
     pair_tokens,
-    put,
     see_tokens,
     split_keys,
 )
-from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams, anew
+from pallas_kernels.gpu.recurrence.halves import pair_halves, put
+from pallas_kernels.gpu.tiles import InterpretParams, anew
 
 
 class ChunkPairs(NamedTuple):
@@ -86,7 +85,7 @@ def relate_tokens(arrays: dict[str, jax.Array], chunks: jax.Array, interpret: In
         def write(square, first):
             """Writes a square in halves."""
             results = located().results
-            put(square, results)
+            put(interpret, square, results)
             plgpu.commit_smem()
             for half, source in enumerate(results):
                 plgpu.copy_smem_to_gmem(source, out.squares.at[nth, head, first + half])
@@ -166,10 +165,10 @@ def invert_triangle(
       located: returns buffers, of which this uses `lower`, `left` and `right`; see `hold_zero`.
     """
 
-    def distances():
-        """Which blocks of the diagonal two tokens are in together, in powers of two: 0 for a token and itself."""
+    def is_between(size):
+        """Returns which pairs of tokens are of two neighbouring blocks of so many."""
         row, column = pair_tokens(zero_ref)
-        return row ^ column
+        return (row ^ column ^ size) < size  # from `size` to its double
 
     def multiply_squares(a, b):
         return multiply(interpret, SQUARE, *pair_halves(a, b))
@@ -177,17 +176,15 @@ def invert_triangle(
     def join(i, inverse):
         size = lax.shift_left(jnp.int32(2), lax.convert_element_type(i, jnp.int32))
         left, right = located().left, located().right
-        put(inverse, left)
-        between = (distances() ^ size) < size  # from `size` to its double
-        for source, target in zip(located().lower, right, strict=True):
-            half = plgpu.load(source, layout=LAYOUT)
-            target[...] = jnp.where(between, half, jnp.zeros_like(half))
+        put(interpret, inverse, left)
         plgpu.commit_smem()
-        joined = multiply_squares(right, left)
-        put(joined, right)
+        # Of the triangle all: what is not between two such blocks is none of it in the product either.
+        joined = multiply_squares(located().lower, left)
+        put(interpret, jnp.where(is_between(size), joined, 0.0), right)
         plgpu.commit_smem()
         return inverse - multiply_squares(left, right)
 
-    lower = jnp.where(distances() == 0, -1.0, lower)
-    put(lower, located().lower)
-    return lax.fori_loop(0, 5, join, jnp.where(distances() < 2, -lower, 0.0))
+    row, column = pair_tokens(zero_ref)
+    lower = jnp.where(row == column, -1.0, lower)
+    put(interpret, lower, located().lower)
+    return lax.fori_loop(0, 5, join, jnp.where((row ^ column) < 2, -lower, 0.0))

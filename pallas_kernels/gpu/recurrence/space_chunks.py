@@ -33,12 +33,12 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     multiply,
     operand,
     pad_numbers,
-    put,
     see_tokens,
     split_keys,
     walk_rows,
     write_tokens,
 )
+from pallas_kernels.gpu.recurrence.halves import put
 from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams, store
 
 
@@ -105,20 +105,20 @@ def run_space_chunks(
                 lay_out(source, target, count)
             x_s, b_s, c_s = tiles
             for x, piece in zip(state, pieces, strict=True):
-                put(x, halves, piece)
+                put(interpret, x, halves, piece)
             plgpu.commit_smem()
             following(fetch)
             since_across = plgpu.load(sums_s, layout=COLUMN)
             weights = multiply(interpret, SQUARE, (c_s, b_s.T)) * columns(steps_across, SQUARE)
             weights = weights * jnp.exp(lines(since, SQUARE) - columns(since_across, SQUARE))
-            put(jnp.where(see_tokens(zero_s), weights, 0.0), weights_s)
+            put(interpret, jnp.where(see_tokens(zero_s), weights, 0.0), weights_s)
             y = multiply(interpret, SQUARE, *((c_s, half.T) for half in halves))
             y = y * lines(jnp.exp(since), y.shape)
             # What each token's input is worth to the state at the chunk's end.
             worth = lines(steps * jnp.exp(whole - since), SQUARE)
             for piece in pieces:
                 b = plgpu.load(b_s.at[:, piece], layout=LAYOUT).astype(jnp.float32)
-                put(b * worth, halves, piece)
+                put(interpret, b * worth, halves, piece)
             plgpu.commit_smem()
             y = y + multiply(interpret, y.shape, *((half, x_s) for half in weights_s))
             if "D" in given:
