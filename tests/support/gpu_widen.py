@@ -20,6 +20,7 @@ from ptx_emulator import run_kernel
 
 from pallas_kernels.common.quantization import FORMATS
 from pallas_kernels.gpu import dequantize, nibbles
+from pallas_kernels.gpu.recurrence import halves
 from pallas_kernels.gpu.tiles import LAYOUT, Tile, store
 
 FORMAT, TOKENS = FORMATS["int4"], 128
@@ -68,7 +69,8 @@ def widened(head_dim, which, dtype="bfloat16", piece=32, *, from_registers=False
     lines = np.zeros(shapes[1], scale.dtype)
     lines[..., : piece * groups.count] = scale.reshape(2, TOKENS // piece, -1)
     out = np.zeros((TOKENS, 2 * columns), dtype)
-    run_kernel(assembly_of(f, *shapes), 128, [stored, lines, out])
+    arrays = gpu_compile.array(shapes[0], jnp.uint8), gpu_compile.array(shapes[1], FORMAT.scale_dtype)
+    run_kernel(assembly_of(f, *arrays), 128, [stored, lines, out])
 
     def entries(x):  # without the padding of either half
         return np.asarray(x, np.float32).reshape(TOKENS, 2, columns)[..., : head_dim // 2].reshape(TOKENS, head_dim)
@@ -83,10 +85,35 @@ def widened(head_dim, which, dtype="bfloat16", piece=32, *, from_registers=False
     }
 
 
-def assembly_of(f, stored, scale):
+def halved():
+    """How many halves of numbers are not the numbers rounded, and what is left of them rounded."""
+
+    def kernel(x_ref, leading_ref, rest_ref):
+        x = plgpu.load(x_ref, layout=LAYOUT, optimized=False)
+        for half, ref in zip(halves.halve(None, x), (leading_ref, rest_ref), strict=True):
+            store(ref, half)
+
+    rng, shape, out = np.random.default_rng(0), (64, 64), jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    x = rng.standard_normal(shape).astype(np.float32) * np.exp2(rng.integers(-40, 40, shape)).astype(np.float32)
+    x[:, :4] = 0.0, -0.0, 3.0, 1 + 2.0**-8  # and what lies in the middle of two
+    found = [np.zeros(shape, jnp.bfloat16) for _ in range(2)]
+    assembly = assembly_of(plgpu.kernel(kernel, out_type=(out, out)), gpu_compile.array(shape, jnp.float32))
+    run_kernel(assembly, 128, [x, *found])
+    leading = x.astype(jnp.bfloat16)
+    wanted = leading, (x - leading.astype(np.float32)).astype(jnp.bfloat16)
+    return {"wrong": [int((np.asarray(a) != b).sum()) for a, b in zip(found, wanted, strict=True)]}
+
+
+def planted_half():
+    """Negative control: what is left of the other number of a pair."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(halves, "HALVE_PAIR", halves.HALVE_PAIR.replace("sub.f32 low, $2", "sub.f32 low, $3"))
+        return halved()
+
+
+def assembly_of(f, *arrays):
     """The PTX of a program that is one kernel."""
     os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
-    arrays = gpu_compile.array(stored, jnp.uint8), gpu_compile.array(scale, FORMAT.scale_dtype)
     with gpu_compile.standard_output() as assembly:
         jax.jit(f).lower(*arrays).compile()
         assembly.seek(0)
@@ -106,6 +133,8 @@ def planted(symbol, right, wrong, *given):
 
 
 JOBS = {
+    "halved": halved,
+    "control: halved": planted_half,
     "keys": lambda: widened(128, 0, from_registers=True),
     "values": lambda: widened(128, 1),
     "float16, keys": lambda: widened(128, 0, "float16", from_registers=True),

@@ -91,8 +91,9 @@ class Machine:
             self.known[target] = made & np.uint64(2**wide - 1)
 
     def compute(self, op, modifiers, kind, given) -> np.ndarray:
-        if op == "cvt" and kind == "f32" and "f16x2" in modifiers:
-            halves = [x.astype(np.uint32).view(np.float32).astype(np.float16).view(np.uint16) for x in given]
+        if op == "cvt" and kind == "f32" and (pair := NUMBERS.keys() & {*modifiers} - {"f32"}):
+            dtype = NUMBERS[pair.pop()]
+            halves = [x.astype(np.uint32).view(np.float32).astype(dtype).view(np.uint16) for x in given]
             return halves[0].astype(np.uint64) << np.uint64(16) | halves[1].astype(np.uint64)
         if kind in NUMBERS:
             return self._compute_numbers(op, NUMBERS[kind], given)

@@ -1,8 +1,8 @@
 """Delta rules with a gate a channel over many tokens: the walk of `delta_chunks`, which has a gate a head, with keys
 and queries that are decayed ahead; see `channel_pairs`.
 
-In halves, and with the squares, these take 128 KB a chunk. A thread block holds three quarters of it: each operand
-comes to where the third before it has been read.
+In halves, and with the squares, these take 128 KB a chunk, which is what a thread block holds: of the next chunk each
+comes when it has been read of this one.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from jax import lax
 
 from pallas_kernels.gpu.recurrence.channel_pairs import (
     HALVES,
-    OPERANDS,
     SINCE_KEYS,
     SINCE_QUERIES,
     SQUARES,
@@ -29,6 +28,7 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     WIDTH,
     await_outputs,
     columns,
+    follow_rows,
     hold_zero,
     landing,
     launch_chunks,
@@ -42,18 +42,22 @@ from pallas_kernels.gpu.recurrence.chunk_steps import (
     write_tokens,
 )
 from pallas_kernels.gpu.recurrence.halves import halve, pair_halves
+from pallas_kernels.gpu.recurrence.handoff import THREADS, Handed, give, make_handoff, share_work
 from pallas_kernels.gpu.recurrence.rows import plan_chunks
-from pallas_kernels.gpu.tiles import InterpretParams, anew, store
-
-SLOTS = 3  # of operands
+from pallas_kernels.gpu.tiles import InterpretParams, store
 
 
 class WalkBuffers(NamedTuple):
-    """Shared memory: so much that two thread blocks share a multiprocessor."""
+    """Shared memory."""
 
-    operands: Any  # three of a chunk's and the next one's, in turn
+    since_keys: Any  # operands of `ChannelPairs`
+    since_queries: Any
+    until_keys: Any
+    gain_squares: Any  # what tokens gain of what others lack
+    output_squares: Any  # ... and get of what others gain
     values: Any
     out: Any
+    handed: Handed
 
 
 def run_channel_chunks(
@@ -77,96 +81,126 @@ def run_channel_chunks(
     chunks, first_chunks = plan_chunks(rows, out.shape[0])
     pairs = relate_channels(arrays, chunks, interpret)
     arrays = {"v": arrays["v"], "scale": arrays["scale"], "first_chunks": first_chunks} | pairs._asdict()
-    arrays["kept"] = lax.bitcast_convert_type(pairs.kept, jnp.int32)  # shares memory with a zero, see `hold_zero`
     names = tuple(arrays)
 
     def kernel(*refs):
-        states_ref, rows_ref, *others, out_ref, buffers, numbers_s, (ready, values_ready, kept_ready) = refs
+        states_ref, rows_ref, *others, out_ref, buffers, signals, kept_s, zero_s, barriers = refs
         snapshots_ref, *others = others if snapshots is not None else (None, *others)
         given = dict(zip(names, others, strict=True))
         first, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
         span = pl.ds(part * WIDTH, WIDTH)
-        kept_s, zero_s = numbers_s.at[pl.ds(0, keys)], numbers_s.at[pl.ds(keys, 1)]
+        since_ready, values_ready, until_ready, gain_ready, queries_ready, output_ready = barriers
+        own_zero_s = zero_s.at[pl.ds(lax.axis_index("warpgroup"), 1)]
 
-        hold_zero(zero_s)
+        hold_zero(own_zero_s)
 
         def located():
-            return locate_buffers(buffers, zero_s)
+            return locate_buffers(buffers, own_zero_s)
 
-        def slot(chunk, which):  # of a chunk's four, the last lies where the first did, and the next chunk's a slot on
-            return lax.rem(anew(chunk.number) + which, jnp.int32(SLOTS))
+        def number(chunk):
+            return given["first_chunks"][chunk.row] + chunk.number
 
-        def fetch(which):
-            """Returns what begins to bring an operand of a chunk, to where the third before it was."""
+        def fetch(which, name, ready, columns=slice(None)):
+            """Returns what begins to bring an operand of a chunk."""
 
             def copy(chunk):
-                nth, here = given["first_chunks"][chunk.row] + chunk.number, slot(chunk, which)
-                source = given["operands"].at[nth, head, which]
-                plgpu.copy_gmem_to_smem(source, located().operands.at[here], ready.at[here])
-                if which == UNTIL_KEYS:
-                    plgpu.copy_gmem_to_smem(given["kept"].at[nth, head], kept_s, kept_ready)
-                if which == SINCE_KEYS:
-                    source = given["v"].at[pl.ds(chunk.token, CHUNK), head, span]
-                    plgpu.copy_gmem_to_smem(source, located().values, values_ready)
+                source = given["operands"].at[number(chunk), head, which, :, columns]
+                plgpu.copy_gmem_to_smem(source, getattr(located(), name), ready)
 
             return copy
 
-        def begin(chunk):
-            plgpu.commit_smem()
-            for which in OPERANDS[:SLOTS]:
-                fetch(which)(chunk)
+        def halves(operand):
+            return [operand.at[half] for half in HALVES]
 
-        def run_chunk(chunk, state, following):
-            (state,) = state
+        def turned(operand):
+            return [half.T for half in halves(operand)]
 
-            def halves(which, columns=slice(None)):
-                return [located().operands.at[slot(chunk, which), half, columns] for half in HALVES]
+        def update():
+            fetch_gain_squares = fetch(SQUARES, "gain_squares", gain_ready, pl.ds(0, CHUNK))
 
-            def turned(*which):
-                return [half.T for half in halves(*which)]
+            def fetch_since(chunk):
+                fetch(SINCE_KEYS, "since_keys", since_ready)(chunk)
+                source = given["v"].at[pl.ds(chunk.token, CHUNK), head, span]
+                plgpu.copy_gmem_to_smem(source, located().values, values_ready)
 
-            held = halve(interpret, state)
-            plgpu.barrier_wait(ready.at[slot(chunk, SINCE_KEYS)])
-            found = multiply(interpret, SQUARE, *pair_halves(held, turned(SINCE_KEYS)))
-            plgpu.commit_smem()
-            fetch(UNTIL_KEYS)(chunk)
-            plgpu.barrier_wait(ready.at[slot(chunk, SINCE_QUERIES)])
+            def fetch_until(chunk):
+                fetch(UNTIL_KEYS, "until_keys", until_ready)(chunk)
+                plgpu.copy_gmem_to_smem(given["kept"].at[number(chunk), head], kept_s, until_ready)
 
-            def find_lacks():
+            def begin(chunk):
+                plgpu.commit_smem()
+                fetch_since(chunk)
+                fetch_gain_squares(chunk)
+                fetch_until(chunk)
+
+            def run_chunk(chunk, state, following):
+                (state,) = state
+                held = halve(interpret, state)
+                # Beside the product, as `delta_chunks` gives it, 13.5's ptxas would spill.
+                give(held, located().handed.state, signals.state_ready, signals.state_free, chunk)
+                plgpu.barrier_wait(since_ready)
+                found = multiply(interpret, SQUARE, *pair_halves(held, turned(located().since_keys)))
                 plgpu.barrier_wait(values_ready)
-                return halve(interpret, load_values(located().values, chunk.count) - found)
+                lacks = halve(interpret, load_values(located().values, chunk.count) - found)
+                plgpu.commit_smem()
+                following(fetch_since)
+                plgpu.barrier_wait(gain_ready)
+                pairs = pair_halves(lacks, turned(located().gain_squares))
+                gains = halve(interpret, multiply(interpret, SQUARE, *pairs))
 
-            y, lacks = multiply_while(find_lacks, interpret, SQUARE, *pair_halves(held, turned(SINCE_QUERIES)))
-            plgpu.commit_smem()
-            following(fetch(SINCE_KEYS))
-            plgpu.barrier_wait(ready.at[slot(chunk, SQUARES)])
-            gains = halve(interpret, multiply(interpret, SQUARE, *pair_halves(lacks, turned(SQUARES, pl.ds(0, CHUNK)))))
-            y = y + multiply(interpret, SQUARE, *pair_halves(gains, turned(SQUARES, pl.ds(CHUNK, CHUNK))))
-            plgpu.barrier_wait(ready.at[slot(chunk, UNTIL_KEYS)])
+                def give_gains():
+                    give(gains, located().handed.gains, signals.gains_ready, signals.gains_free, chunk)
+                    following(fetch_gain_squares)
 
-            def write():
+                plgpu.barrier_wait(until_ready)
+                pairs = pair_halves(gains, halves(located().until_keys))
+                gained, _ = multiply_while(give_gains, interpret, (WIDTH, keys), *pairs)
+                state = state * columns(plgpu.load(kept_s, layout=COLUMN), state.shape) + gained
+                plgpu.commit_smem()
+                following(fetch_until)
+                return (state,)
+
+            walk = walk_turned(begin, run_chunk, states_ref, head, part)
+            walk_rows(rows_ref, first, states, walk, snapshots_ref, every)
+
+        def write():
+            fetch_queries = fetch(SINCE_QUERIES, "since_queries", queries_ready)
+            fetch_output_squares = fetch(SQUARES, "output_squares", output_ready, pl.ds(CHUNK, CHUNK))
+
+            def begin(chunk):
+                plgpu.commit_smem()
+                fetch_queries(chunk)
+                fetch_output_squares(chunk)
+
+            def run_chunk(chunk, following):
+                plgpu.barrier_wait(queries_ready)
+                plgpu.barrier_wait(signals.state_ready)
+                y = multiply(interpret, SQUARE, *pair_halves(located().handed.state, turned(located().since_queries)))
+                plgpu.barrier_arrive(signals.state_free)
+                plgpu.commit_smem()
+                following(fetch_queries)
+                plgpu.barrier_wait(output_ready)
+                plgpu.barrier_wait(signals.gains_ready)
+                pairs = pair_halves(located().handed.gains, turned(located().output_squares))
+                y = y + multiply(interpret, SQUARE, *pairs)
+                plgpu.barrier_arrive(signals.gains_free)
                 await_outputs()
                 store(located().out.T, (y * given["scale"][0]).astype(out.dtype))
                 write_tokens(lambda tokens: out_ref.at[tokens, head, span], located().out, chunk.token, chunk.count)
-                following(fetch(SINCE_QUERIES))
+                following(fetch_output_squares)
 
-            gained, _ = multiply_while(write, interpret, (WIDTH, keys), *pair_halves(gains, halves(UNTIL_KEYS)))
-            plgpu.barrier_wait(kept_ready)
-            kept = lax.bitcast_convert_type(plgpu.load(kept_s, layout=COLUMN), jnp.float32)
-            state = state * columns(kept, state.shape) + gained
-            plgpu.commit_smem()
-            following(fetch(SQUARES))
-            return (state,)
+            follow_rows(rows_ref, first, begin, run_chunk)
 
-        walk = walk_turned(begin, run_chunk, states_ref, head, part)
-        walk_rows(rows_ref, first, states, walk, snapshots_ref, every)
+        share_work(update, write)
 
     def delta_rule_channel_chunks(*refs):  # the name that profiles and dumps show
-        buffers = WalkBuffers(operand(SLOTS, 2 * CHUNK, keys), *(landing(CHUNK, WIDTH),) * 2)
-        numbers = plgpu.SMEM((keys + 1,), jnp.int32)
-        barriers = plgpu.Barrier(num_barriers=SLOTS), plgpu.Barrier(), plgpu.Barrier()
-        pl.run_scoped(lambda *scratch: kernel(*refs, *scratch), buffers, numbers, barriers)
+        handed, signals = make_handoff(keys)
+        operands = (operand(2 * CHUNK, keys),) * 3 + (operand(2 * CHUNK, CHUNK),) * 2
+        buffers = WalkBuffers(*operands, *(landing(CHUNK, WIDTH),) * 2, handed)
+        numbers = plgpu.SMEM((keys,), jnp.float32), plgpu.SMEM((2,), jnp.int32)
+        barriers = tuple(plgpu.Barrier(num_arrivals=n) for n in (1, 1, 2, 1, 1, 1))
+        scratch = (buffers, signals, *numbers, barriers)
+        pl.run_scoped(lambda *scratch: kernel(*refs, *scratch), *scratch, collective_axes="warpgroup")
 
-    return launch_chunks(
-        delta_rule_channel_chunks, out, states, rows, snapshots, arrays, (num_heads, values // WIDTH), interpret
-    )
+    blocks = num_heads, values // WIDTH
+    return launch_chunks(delta_rule_channel_chunks, out, states, rows, snapshots, arrays, blocks, interpret, **THREADS)

@@ -7,6 +7,7 @@ Chunks begin at multiples of 64 of a row's positions, so that snapshots are at t
 tokens: what stands in the others' places is selected away, never multiplied by zero.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -257,6 +258,45 @@ def walk_turned(
     return ChunkWalk(begin, places, run_chunk, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
+class Turn(NamedTuple):
+    """A row whose turn it is: what `rows.plan_rows` says of it."""
+
+    row: Any
+    source: Any
+    target: Any
+    begin: Any
+    count: Any
+    begins: Any
+    position: Any
+
+    def count_chunks(self) -> Any:
+        return count_chunks(self.position, self.count)[1]
+
+    def find_chunk(self, number: Any) -> RowChunk:
+        before, _ = count_chunks(self.position, self.count)
+        start, stop = (find_edge(number + i, before, self.count) for i in (0, 1))
+        return RowChunk(self.row, number, self.begin + start, stop - start)
+
+    def call_with_next(self, number: Any, f: Callable[[RowChunk], None]) -> None:
+        """Calls `f` with the chunk behind one, if there is one."""
+        pl.when(number + 1 < self.count_chunks())(lambda: f(self.find_chunk(number + 1)))
+
+
+def take_turns(rows_ref: Any, first: Any, take_turn: Callable[[Turn], None]) -> None:
+    """Calls `take_turn` for each of the rows that are a thread block's, whose first is given."""
+
+    def told(row):
+        return row, *(rows_ref[row, i] for i in (SOURCE, TARGET, BEGIN, COUNT, BEGINS, POSITION, NEXT))
+
+    def take(_, turn):
+        *turn, following = turn
+        take_turn(Turn(*turn))
+        return told(following)
+
+    lax.fori_loop(0, rows_ref[first, TURNS], take, told(first))
+    await_outputs()
+
+
 def walk_rows(
     rows_ref: Any, first: Any, states: jax.Array, walk: ChunkWalk, snapshots_ref: Any, every: int | None
 ) -> None:
@@ -268,48 +308,55 @@ def walk_rows(
       snapshots_ref: see `rows.write_snapshot`, or None.
     """
 
-    def told(row):
-        return row, *(rows_ref[row, i] for i in (SOURCE, TARGET, BEGIN, COUNT, BEGINS, POSITION, NEXT))
-
-    def take_turn(_, turn):
-        row, source, target, begin, count, begins, position, following = turn
-
+    def take_turn(turn):
         def read():
-            found = (plgpu.load(ref, layout=walk.layout, optimized=False) for ref in walk.places(source))
+            found = (plgpu.load(ref, layout=walk.layout, optimized=False) for ref in walk.places(turn.source))
             return tuple(plgpu.layout_cast(x.astype(jnp.float32), LAYOUT) for x in found)
 
         def write(state, slot):
             for x, ref in zip(state, walk.places(slot), strict=True):
                 store(ref, plgpu.layout_cast(x, walk.layout).astype(states.dtype))
 
-        before, chunks = count_chunks(position, count)
-
-        def find(number):
-            start, stop = (find_edge(number + i, before, count) for i in (0, 1))
-            return RowChunk(row, number, begin + start, stop - start)
-
-        walk.begin(find(0))
-        state = lax.cond(begins == 0, read, lambda: tuple(full(ref.shape, 0.0, LAYOUT) for ref in walk.places(0)))
+        walk.begin(turn.find_chunk(0))
+        nothing = (full(ref.shape, 0.0, LAYOUT) for ref in walk.places(0))
+        state = lax.cond(turn.begins == 0, read, lambda: tuple(nothing))
 
         def step(number, state):
-            chunk = find(number)
-
-            def following(f):
-                pl.when(number + 1 < chunks)(lambda: f(find(number + 1)))
-
-            state = walk.run(chunk, state, following)
+            chunk = turn.find_chunk(number)
+            state = walk.run(chunk, state, functools.partial(turn.call_with_next, number))
             if snapshots_ref is not None:
-                after = position + chunk.token + chunk.count - begin
-                write_snapshot(snapshots_ref, row, position, after, every, states.shape[0], lambda to: write(state, to))
+                after, slots = turn.position + chunk.token + chunk.count - turn.begin, states.shape[0]
+                write_to = functools.partial(write, state)
+                write_snapshot(snapshots_ref, turn.row, turn.position, after, every, slots, write_to)
 
             return state
 
-        state = lax.fori_loop(0, chunks, step, state)
-        pl.when(target >= 0)(lambda: write(state, target))
-        return told(following)
+        state = lax.fori_loop(0, turn.count_chunks(), step, state)
+        pl.when(turn.target >= 0)(lambda: write(state, turn.target))
 
-    lax.fori_loop(0, rows_ref[first, TURNS], take_turn, told(first))
-    await_outputs()
+    take_turns(rows_ref, first, take_turn)
+
+
+def follow_rows(
+    rows_ref: Any, first: Any, begin: Callable[[RowChunk], None], run: Callable[[RowChunk, Any], None]
+) -> None:
+    """Runs the chunks of the same rows in a second warpgroup, which has no state.
+
+    Args:
+      begin: as of `ChunkWalk`.
+      run: `(chunk, following)`, as of `ChunkWalk`.
+    """
+
+    def take_turn(turn):
+        begin(turn.find_chunk(0))
+
+        def step(number, carry):
+            run(turn.find_chunk(number), functools.partial(turn.call_with_next, number))
+            return carry
+
+        lax.fori_loop(0, turn.count_chunks(), step, ())
+
+    take_turns(rows_ref, first, take_turn)
 
 
 def launch_chunks(
@@ -321,11 +368,13 @@ def launch_chunks(
     arrays: dict[str, jax.Array],
     blocks: tuple[int, int],
     interpret: InterpretParams,
+    **threads: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs a kernel whose thread blocks walk over rows, and returns its outputs and the pool, updated in place.
 
     Args:
       blocks: heads, and parts of `WIDTH` values of a head's state.
+      threads: of `plgpu.kernel`: the warpgroups of a thread block, if there is more than one.
     """
     ref = jax.new_ref(states)
     (y,) = plgpu.kernel(
@@ -335,5 +384,6 @@ def launch_chunks(
         grid_names=("row", "head", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
         interpret=interpret,
+        **threads,
     )(ref, rows, *(() if snapshots is None else (snapshots,)), *arrays.values())
     return y, jax.freeze(ref)

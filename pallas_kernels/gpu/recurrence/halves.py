@@ -41,13 +41,13 @@ def _halve_pairs(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     def halve_pairs(_, x):
         i32 = ir.IntegerType.get_signless(32)
         both = llvm.StructType.get_literal([i32, i32])
-        one, pair = ir.VectorType.get((1,), i32), ir.VectorType.get((2,), ir.BF16Type.get())
+        word, pair = ir.VectorType.get((1,), i32), ir.VectorType.get((2,), ir.BF16Type.get())
         halves = np.empty_like(x.registers), np.empty_like(x.registers)
         for at, register in np.ndenumerate(x.registers):
             numbers = [vector.extract(register, [], [i]) for i in (0, 1)]
             made = llvm.inline_asm(both, numbers, HALVE_PAIR, "=r,=r,f,f")
             for i, half in enumerate(halves):
-                half[at] = vector.bitcast(pair, vector.broadcast(one, llvm.extractvalue(i32, made, [i])))
+                half[at] = vector.bitcast(pair, vector.broadcast(word, llvm.extractvalue(i32, made, [i])))
         return [mgpu.FragmentedArray(_registers=half, _layout=x.layout, _is_signed=None) for half in halves]
 
     return tuple(halve_pairs(x))

@@ -44,14 +44,44 @@ def test_each_row_has_its_turn_once():
 
 
 UNSYNCHRONISED = {"race", "wrong", "barrier"}
-HALVED = "held = halve(interpret, state)"
 LEVELS = "lax.fori_loop(0, 3, relate_beyond, relate(jnp.int32(INNER), (0.0, 0.0), is_inner=True))"
 NOTHING = "(full(SQUARE, 0.0, LAYOUT),) * 2"
 COLUMNS = "(source, target, begin, count, batch.begins, batch.starts, turns, following)"
-CHANNELS = "channels, chunks of one row"
+DELTA_CHUNKS, CHANNELS = "delta, chunks of one row", "channels, chunks of one row"
 FORGET = "state = state * (keys(gate) if has_channel_gates else gate)"
+# What comes to a walk over chunks: the barrier that says so, and what brings it for the next chunk.
+GIVEN = {"the state": ("signals.state_ready", None), "gains": ("signals.gains_ready", None)}
+WRITTEN = {
+    "queries": ("queries_ready", "fetch_queries"),
+    "squares of outputs": ("output_ready", "fetch_output_squares"),
+}
+SQUARES = {"squares of gains": ("gain_ready", "fetch_gain_squares")} | WRITTEN | GIVEN
+ARRIVALS = {
+    "delta chunks": (DELTA_CHUNKS, "run_delta_chunks", {"tokens": ("ready", "fetch_tokens")} | SQUARES),
+    "channel chunks": (
+        CHANNELS, "run_channel_chunks",
+        {
+            "keys": ("since_ready", "fetch_since"), "values": ("values_ready", None),
+            "last keys": ("until_ready", "fetch_until"),
+        } | SQUARES,
+    ),
+}  # fmt: skip
+
+
+def plant_arrivals():
+    """Yields mistakes with what arrives: it is read at once, or the next comes when this has arrived."""
+    for kind, (trial, function, arrivals) in ARRIVALS.items():
+        for what, (barrier, fetch) in arrivals.items():
+            wait = f"plgpu.barrier_wait({barrier})"
+            yield f"{kind}: {what} read before there are any", (trial, UNSYNCHRONISED, Plant(function, wait, ""))
+            if fetch is not None:
+                early = Plant(function, wait, f"{wait}\nfollowing({fetch})")
+                plants = Plant(function, f"following({fetch})", ""), early
+                yield f"{kind}: the next {what} where these are", (trial, UNSYNCHRONISED, *plants)
+
+
 # By name: the trial, how it may end, and what is planted.
-MISTAKES = {
+MISTAKES = dict(plant_arrivals()) | {
     "a state read before it arrives": (
         "delta", UNSYNCHRONISED, Plant("update_states", "plgpu.barrier_wait(ready)", "")
     ),
@@ -125,8 +155,8 @@ MISTAKES = {
     "chunks: inputs not forgotten": (
         "chunks of one row", {"wrong"}, Plant("run_space_chunks", "jnp.exp(whole - since)", "jnp.exp(0.0 * since)")
     ),
-    "chunks: the state after the chunk": (
-        "chunks of one row", {"wrong"}, Plant("run_space_chunks", "jnp.exp(since)", "jnp.exp(whole)")
+    "chunks: tokens that forget nothing of the state": (
+        "chunks of one row", {"wrong"}, Plant("run_space_chunks", "jnp.exp(since)", "jnp.exp(0.0 * since)")
     ),
     "chunks: chunks from the step's first token": (
         "chunks", {"wrong"}, Plant("count_chunks", "lax.rem(position, jnp.int32(CHUNK))", "0 * position")
@@ -134,72 +164,64 @@ MISTAKES = {
     "chunks: the rest of the tokens from their beginning": (
         "chunks of one row", {"wrong", "race"}, Plant("chunk_steps:write_tokens", "count & -2 * size", "0 * count")
     ),
-    "delta chunks: tokens read before they arrive": (
-        "delta, chunks of one row", UNSYNCHRONISED, Plant("run_delta_chunks", "plgpu.barrier_wait(ready)", ""),
+    "delta chunks: numbers given over others that are being read": (
+        DELTA_CHUNKS, UNSYNCHRONISED, Plant("handoff:give", "await_reader(free, chunk)", ""),
     ),
-    "delta chunks: squares read before they arrive": (
-        "delta, chunks of one row", UNSYNCHRONISED, Plant("run_delta_chunks", "plgpu.barrier_wait(squares_ready)", ""),
-    ),
-    "delta chunks: the next tokens where these are": (
-        "delta, chunks of one row", UNSYNCHRONISED,
-        Plant("run_delta_chunks", "plgpu.commit_smem()\nfollowing(fetch_tokens)", ""),
-        Plant("run_delta_chunks", "plgpu.barrier_wait(ready)", "plgpu.barrier_wait(ready)\nfollowing(fetch_tokens)"),
+    "delta chunks: numbers given before they are all there": (
+        DELTA_CHUNKS, {"race", "wrong"},
+        Plant("handoff:give", "plgpu.barrier_arrive(ready)", ""),
+        Plant("handoff:give", "await_reader(free, chunk)", "await_reader(free, chunk)\nplgpu.barrier_arrive(ready)"),
     ),
     "delta chunks: the next keys where these are": (
-        "delta, chunks of one row", UNSYNCHRONISED,
+        DELTA_CHUNKS, UNSYNCHRONISED,
         Plant("run_delta_chunks", "chunk.number & 1", "chunk.number & 0", times=2),
-    ),
-    "delta chunks: the next squares where these are": (
-        "delta, chunks of one row", UNSYNCHRONISED,
-        Plant("run_delta_chunks", "following(fetch_squares)", ""),
-        Plant("run_delta_chunks", "following(fetch_tokens)", "following(fetch_tokens)\nfollowing(fetch_squares)"),
     ),
     "delta chunks: the pairs of the first row": (
         "delta, chunks", {"wrong"},
-        Plant("run_delta_chunks", "given['first_chunks'][chunk.row] + chunk.number", "chunk.number", times=2),
+        Plant("run_delta_chunks", "given['first_chunks'][chunk.row] + chunk.number", "chunk.number"),
     ),
     "delta chunks: as many as if no row shared one": (
         "delta, chunks", {"wrong", "buffer has shape"},
         Plant("plan_chunks", "num_tokens // CHUNK + 2 * rows.shape[0]", "num_tokens // CHUNK + 1"),
     ),
     "delta chunks: pairs read before they arrive": (
-        "delta, chunks of one row", UNSYNCHRONISED, Plant("relate_tokens", "plgpu.barrier_wait(ready)", ""),
+        DELTA_CHUNKS, UNSYNCHRONISED, Plant("relate_tokens", "plgpu.barrier_wait(ready)", ""),
     ),
     "delta chunks: keys overwritten while they leave": (
-        "delta, chunks of one row", {"race"},
+        DELTA_CHUNKS, {"race"},
         Plant("relate_tokens", "await_outputs()", "", times=2),
     ),
     "delta chunks: all of the triangle in every join": (
-        "delta, chunks of one row", {"wrong"},
+        DELTA_CHUNKS, {"wrong"},
         Plant("invert_triangle", "jnp.where(is_between(size), joined, 0.0)", "joined"),
     ),
-    "delta chunks: values overwritten while outputs leave": (
-        "delta, chunks of one row", {"race"},
+    "delta chunks: outputs overwritten while they leave": (
+        DELTA_CHUNKS, {"race"},
         Plant("chunk_steps:await_outputs", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "..."),
     ),
     "delta chunks: halves of a chunk apart": (
-        "delta, chunks of one row", {"wrong"},
+        DELTA_CHUNKS, {"wrong"},
         Plant(
             "invert_triangle", "lax.fori_loop(0, 5, join, jnp.where(row ^ column < 2, -lower, 0.0))",
             "lax.fori_loop(0, 4, join, jnp.where(row ^ column < 2, -lower, 0.0))",
         ),
     ),
     "delta chunks: pairs of tokens apart": (
-        "delta, chunks of one row", {"wrong"}, Plant("invert_triangle", "row ^ column < 2", "row ^ column < 1")
+        DELTA_CHUNKS, {"wrong"}, Plant("invert_triangle", "row ^ column < 2", "row ^ column < 1")
     ),
     "delta chunks: what the state has": (
-        "delta, chunks of one row", {"wrong"},
+        DELTA_CHUNKS, {"wrong"},
         Plant(
-            "run_delta_chunks", "load_values(located().values, chunk.count) - found * jnp.exp(since())",
+            "run_delta_chunks", "load_values(located().values, chunk.count) - found",
             "load_values(located().values, chunk.count)",
         ),
     ),
     "delta chunks: gains not forgotten": (
-        "delta, chunks of one row", {"wrong"},
-        Plant("run_delta_chunks", "jnp.exp(whole - since())", "jnp.exp(0.0 * since())"),
+        DELTA_CHUNKS, {"wrong"},
+        Plant("run_delta_chunks", "jnp.exp(whole - since(sums_s.at[slot]))", "jnp.exp(0.0 * since(sums_s.at[slot]))"),
     ),
     "delta chunks: leading bits alone": (
-        "delta, chunks of one row", {"wrong"}, Plant("halves:halve", "x - leading.astype(jnp.float32)", "0.0 * x")
+        DELTA_CHUNKS, {"wrong"}, Plant("halves:halve", "x - leading.astype(jnp.float32)", "0.0 * x")
     ),
     "delta chunks: another head's keys": (
         "delta, chunks", {"wrong", "buffer has shape"},
@@ -299,49 +321,8 @@ MISTAKES = {
         Plant("relate_channels", "key_head = lax.div(head, jnp.int32(shared))", "key_head = head"),
     ),
     "channel chunks: states not forgotten": (
-        CHANNELS, {"wrong"}, Plant("run_channel_chunks", "state * columns(kept, state.shape)", "state"),
-    ),
-    "channel chunks: keys read before they arrive": (
-        CHANNELS, UNSYNCHRONISED,
-        Plant("run_channel_chunks", "plgpu.barrier_wait(ready.at[slot(chunk, SINCE_KEYS)])", ""),
-    ),
-    "channel chunks: queries read before they arrive": (
-        CHANNELS, UNSYNCHRONISED,
-        Plant("run_channel_chunks", "plgpu.barrier_wait(ready.at[slot(chunk, SINCE_QUERIES)])", ""),
-    ),
-    "channel chunks: the last keys read before they arrive": (
-        CHANNELS, UNSYNCHRONISED,
-        Plant("run_channel_chunks", "plgpu.barrier_wait(ready.at[slot(chunk, UNTIL_KEYS)])", ""),
-    ),
-    "channel chunks: squares read before they arrive": (
-        CHANNELS, UNSYNCHRONISED,
-        Plant("run_channel_chunks", "plgpu.barrier_wait(ready.at[slot(chunk, SQUARES)])", ""),
-    ),
-    "channel chunks: values read before they arrive": (
-        CHANNELS, UNSYNCHRONISED, Plant("run_channel_chunks", "plgpu.barrier_wait(values_ready)", ""),
-    ),
-    "channel chunks: decays read before they arrive": (
-        CHANNELS, UNSYNCHRONISED, Plant("run_channel_chunks", "plgpu.barrier_wait(kept_ready)", ""),
-    ),
-    "channel chunks: the last keys where the first are": (
-        CHANNELS, UNSYNCHRONISED,
-        Plant("run_channel_chunks", "fetch(UNTIL_KEYS)(chunk)", ""),
-        Plant("run_channel_chunks", HALVED, f"{HALVED}\nfetch(UNTIL_KEYS)(chunk)"),
-    ),
-    "channel chunks: the next keys where the queries are": (
-        CHANNELS, UNSYNCHRONISED,
-        Plant("run_channel_chunks", "following(fetch(SINCE_KEYS))", ""),
-        Plant("run_channel_chunks", HALVED, f"{HALVED}\nfollowing(fetch(SINCE_KEYS))"),
-    ),
-    "channel chunks: the next queries where the squares are": (
-        CHANNELS, UNSYNCHRONISED,
-        Plant("run_channel_chunks", "following(fetch(SINCE_QUERIES))", ""),
-        Plant("run_channel_chunks", HALVED, f"{HALVED}\nfollowing(fetch(SINCE_QUERIES))"),
-    ),
-    "channel chunks: the next squares where the last keys are": (
-        CHANNELS, UNSYNCHRONISED,
-        Plant("run_channel_chunks", "following(fetch(SQUARES))", ""),
-        Plant("run_channel_chunks", HALVED, f"{HALVED}\nfollowing(fetch(SQUARES))"),
+        CHANNELS, {"wrong"},
+        Plant("run_channel_chunks", "state * columns(plgpu.load(kept_s, layout=COLUMN), state.shape)", "state"),
     ),
     "channel chunks: the pairs of the first row": (
         "channels, chunks", {"wrong"},
