@@ -53,7 +53,20 @@ def said_of_gpus() -> dict[str, list[str]]:
     )
     (several,) = measured("gpu_generate", {"form": "steps_per_dispatch=8"})
     int8 = rows("decode", 64, 8192, block=32, kind="int8", by="ours")[1]  # of the last run that had bfloat16 beside it
+
+    def step(kind: str, new: int, by: str) -> float:
+        """Of a layer that keeps a state, in the last run that had it: microseconds."""
+        *_, last = measured("gpu", {"what": "states", "kind": kind, "new": new, "by": by})
+        return last["seconds"] * 1e6
+
+    beside_fla = [
+        f"{step(kind, new, 'ours'):.0f} us for {step(kind, new, 'flash-linear-attention'):.0f}"
+        for new in (1, 2048, 225) for kind in ("qwen3-next", "kimi-linear")
+    ]  # fmt: skip
     return {
+        "GPU layers that keep a state": [
+            *beside_fla[:3], f"XLA {step('qwen3-next', 2048, 'xla'):,.0f} us", *beside_fla[3:],
+        ],
         "GPU decode on an H200": [
             f"{stored / row['device_seconds'] / read:.2f}"
             for row, read in zip(profiled, reads, strict=True)
