@@ -67,7 +67,8 @@ LAYERS = {
     "kimi-linear": Shape(groups=32, channels=True),
     "nemotron-h": Shape("state_space", heads=128, groups=8, values=64),
 }
-STEPS = {"": (1,) * 32, "-prompt": (2048,), "-mixed": (1,) * 31 + (225,)}  # tokens of rows, as an engine sends them
+# Tokens of rows, as an engine sends them.
+STEPS = {"": (1,) * 32, "-prompt": (2048,), "-mixed": (1,) * 31 + (225,), "-prompts": (1024,) * 8}
 
 
 def check_states(nth: int, interpret: Any) -> dict[str, Any]:

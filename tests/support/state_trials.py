@@ -228,8 +228,9 @@ TRIALS = {
         lengths=(80, 30, 40), new=(20, 18, 16), slots=(4, 4, 6), to_slots=(8, 4, -1),
         **DELTA_CHUNKS | dict(stored="bfloat16", heads=(1, 1)),
     ),
+    # A chunk each, in one thread block: the third is where the first was.
     "chunks, shared slots": Trial(
-        lengths=(80, 30, 40), new=(20, 18, 16), slots=(4, 4, 6), to_slots=(8, 4, -1),
+        lengths=(40, 30, 40), new=(20, 18, 16), slots=(4, 4, 6), to_slots=(8, 4, -1),
         **CHUNKS | dict(skip=0, stored="bfloat16", heads=(1, 1)),
     ),
     # A kernel of few tokens beside that of chunks: a row that goes on with one, one of the most and one of the least.

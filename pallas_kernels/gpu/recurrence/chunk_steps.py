@@ -231,6 +231,7 @@ class RowChunk(NamedTuple):
 
     row: Any
     number: Any  # of the row's chunks in this step
+    nth: Any  # of the thread block's
     token: Any  # its first among those of the step
     count: Any  # its tokens
 
@@ -261,6 +262,7 @@ def walk_turned(
 class Turn(NamedTuple):
     """A row whose turn it is: what `rows.plan_rows` says of it."""
 
+    done: Any  # chunks of the rows before it
     row: Any
     source: Any
     target: Any
@@ -275,7 +277,7 @@ class Turn(NamedTuple):
     def find_chunk(self, number: Any) -> RowChunk:
         before, _ = count_chunks(self.position, self.count)
         start, stop = (find_edge(number + i, before, self.count) for i in (0, 1))
-        return RowChunk(self.row, number, self.begin + start, stop - start)
+        return RowChunk(self.row, number, self.done + number, self.begin + start, stop - start)
 
     def call_with_next(self, number: Any, f: Callable[[RowChunk], None]) -> None:
         """Calls `f` with the chunk behind one, if there is one."""
@@ -288,12 +290,13 @@ def take_turns(rows_ref: Any, first: Any, take_turn: Callable[[Turn], None]) -> 
     def told(row):
         return row, *(rows_ref[row, i] for i in (SOURCE, TARGET, BEGIN, COUNT, BEGINS, POSITION, NEXT))
 
-    def take(_, turn):
-        *turn, following = turn
-        take_turn(Turn(*turn))
-        return told(following)
+    def take(_, carry):
+        *turn, following = carry
+        turn = Turn(*turn)
+        take_turn(turn)
+        return turn.done + turn.count_chunks(), *told(following)
 
-    lax.fori_loop(0, rows_ref[first, TURNS], take, told(first))
+    lax.fori_loop(0, rows_ref[first, TURNS], take, (jnp.int32(0), *told(first)))
     await_outputs()
 
 

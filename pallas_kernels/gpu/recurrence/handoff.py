@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu.recurrence.chunk_steps import CHUNK, WIDTH, RowChunk, operand
@@ -42,8 +41,7 @@ def make_handoff(keys: int) -> tuple[Handed, Signals]:
 
 def await_reader(free: Any, chunk: RowChunk) -> None:
     """Waits until the writer has read what was given of the chunk before, if that is not a thread block's first."""
-    is_first = (chunk.number == 0) & (chunk.row == lax.axis_index("row"))
-    pl.when(jnp.logical_not(is_first))(lambda: plgpu.barrier_wait(free))
+    pl.when(chunk.nth > 0)(lambda: plgpu.barrier_wait(free))
 
 
 def give(halves: tuple[jax.Array, jax.Array], targets: tuple[Any, Any], ready: Any, free: Any, chunk: RowChunk) -> None:

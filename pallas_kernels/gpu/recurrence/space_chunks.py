@@ -121,7 +121,7 @@ def run_space_chunks(
                 fetch(chunk)
 
             def run_chunk(chunk, state, following):
-                slot, gates = chunk.number & 1, find_gates(load_steps(chunk, COLUMN))
+                slot, gates = chunk.nth & 1, find_gates(load_steps(chunk, COLUMN))
                 since, whole = sum_gates(gates), gates.sum(axis=1)
                 x_s, b_s = located().x.at[slot], located().b.at[slot]
                 plgpu.barrier_wait(ready)
@@ -160,7 +160,7 @@ def run_space_chunks(
                 fetch(chunk)
 
             def run_chunk(chunk, following):
-                slot, steps_across = chunk.number & 1, load_steps(chunk, COLUMN)
+                slot, steps_across = chunk.nth & 1, load_steps(chunk, COLUMN)
                 since = sum_gates(find_gates(steps_across))
                 sums_s[...] = since
                 c_s = located().c

@@ -141,6 +141,9 @@ MISTAKES = dict(plant_arrivals()) | {
         "chunks of one row", {"race"},
         Plant("run_space_chunks", "plgpu.commit_smem()\nfollowing(fetch)", "following(fetch)\nplgpu.commit_smem()"),
     ),
+    "chunks: the next row's inputs where this row's are being read": (
+        "chunks, shared slots", {"race"}, Plant("run_space_chunks", "chunk.nth & 1", "chunk.number & 1", times=2),
+    ),
     "chunks: what is beyond the last token": (
         "chunks", {"wrong"},
         Plant("load_tokens", "jnp.where(index(x.shape, 0) < count, x, jnp.zeros_like(x))", "x"),
