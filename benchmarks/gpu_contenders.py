@@ -121,7 +121,7 @@ def by_torch(point: Point) -> Contender:
         attend = functools.partial(attend, attn_mask=causal_lower_right(point.new, point.context))
     else:
         attend = functools.partial(attend, is_causal=point.new > 1)
-    return of_torch([lambda c=c: attend(q, *c) for c in caches], point.expected)
+    return make_graph_contender([lambda c=c: attend(q, *c) for c in caches], point.expected)
 
 
 def by_flashinfer(point: Point) -> Contender:
@@ -140,10 +140,10 @@ def by_flashinfer(point: Point) -> Contender:
     last = torch.tensor(point.lengths, device="cuda") - (counts[1:] - 1) * point.block
     order = torch.randperm(sum(held), device="cuda").to(torch.int32)
     wrapper.plan(starts, order, last.to(torch.int32), *point.heads, point.head_dim, point.block, q_data_type=q.dtype)
-    return of_torch([lambda p=p: wrapper.run(q, p) for p in pools], point.expected)
+    return make_graph_contender([lambda p=p: wrapper.run(q, p) for p in pools], point.expected)
 
 
-def of_torch(runs: list[Callable[[], Any]], expected: float) -> Contender:
+def make_graph_contender(runs: list[Callable[[], Any]], expected: float) -> Contender:
     """All of them as one graph; one by one where that cannot be."""
     import torch
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from gpu_contenders import ours
-from gpu_states import LAYERS, STEPS, axes_of, make_batch
+from gpu_states import LAYERS, STEPS, make_batch, token_axes
 from gpu_work import LATENT, LLAMA, Point, inputs
 
 from pallas_kernels.gpu import mixers
@@ -53,7 +53,7 @@ def make_arrays(name: str) -> tuple[Any, ...]:
     layer, new = STATES[name]
     shape, key = LAYERS[layer], jax.random.key(0)
     states = jax.random.normal(key, (len(new) + 1, *shape.state), jnp.float32)
-    return shape.arrays(axes_of(new), key) | {"states": states}, make_batch(new)
+    return shape.arrays(token_axes(new), key) | {"states": states}, make_batch(new)
 
 
 def main() -> None:

@@ -133,7 +133,7 @@ def make_batch(new: Sequence[int]) -> StateBatch:
     return StateBatch(row + 1, 50 + query_lens, query_lens, None, row + 1)
 
 
-def axes_of(new: Sequence[int]) -> tuple[int, ...]:
+def token_axes(new: Sequence[int]) -> tuple[int, ...]:
     """Returns the token axes of such rows: padded, or packed where rows differ."""
     return (len(new), new[0]) if len(set(new)) == 1 else (sum(new),)
 
@@ -161,7 +161,7 @@ def steps_of(shape: Shape, new: Sequence[int], interpret: Any) -> Iterator[tuple
                     arrays |= {gate: arrays[gate] + 1e-9 * y.ravel()[0]}
             return held, arrays[name]
 
-        arrays = shape.arrays(axes_of(new), key)
+        arrays = shape.arrays(token_axes(new), key)
         held = [[jax.random.normal(key, (rows + 1, *shape.state), jnp.float32) for _ in range(pools)]]
 
         def run() -> Any:
@@ -173,10 +173,10 @@ def steps_of(shape: Shape, new: Sequence[int], interpret: Any) -> Iterator[tuple
     def on(module: Any, **options: Any) -> Callable[[dict[str, jax.Array]], Any]:
         return lambda arrays: getattr(module, shape.op)(**arrays, batch=batch, **options)
 
-    def by_peer() -> Contender:
-        arrays = shape.arrays(axes_of(new), key)
+    def prepare_peer() -> Contender:
+        arrays = shape.arrays(token_axes(new), key)
         held = [jax.random.normal(key, (rows + 1, *shape.state), jnp.float32) for _ in range(pools)]
-        return gpu_states_peer.by_fla(arrays, held, batch, new, expected)
+        return gpu_states_peer.prepare_steps(arrays, held, batch, new, expected)
 
     yield "ours", lambda: prepare(on(mixers, interpret=interpret))
     if tokens > 1 and shape.channels:  # as queries of float32 go
@@ -186,7 +186,7 @@ def steps_of(shape: Shape, new: Sequence[int], interpret: Any) -> Iterator[tuple
             lambda: prepare(lambda arrays: by_token(arrays | {"q": arrays["q"].astype(jnp.float32)})),
         )
     if shape.op == "gated_delta_rule" and importlib.util.find_spec("fla"):
-        yield gpu_states_peer.NAME, by_peer
+        yield gpu_states_peer.NAME, prepare_peer
     yield "xla", lambda: prepare(on(xla_mixers))
     if tokens == 1:
         yield "copy in place", lambda: prepare(lambda arrays: (jnp.zeros((), jnp.bfloat16), arrays["states"] * 1.0001))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_contenders import of_torch
+from gpu_contenders import make_graph_contender
 from gpu_timing import Contender
 
 from pallas_kernels import reference_mixers
@@ -19,7 +19,7 @@ from pallas_kernels.common.state_batch import StateBatch
 NAME = "flash-linear-attention"
 
 
-def by_fla(
+def prepare_steps(
     arrays: dict[str, jax.Array], held: Sequence[jax.Array], batch: StateBatch, new: Sequence[int], expected: float
 ) -> Contender:
     """Returns steps of rows of so many tokens, over one pool of states after another.
@@ -69,4 +69,4 @@ def by_fla(
     off = float(np.linalg.norm(found - right) / np.linalg.norm(right))
     if not off < 0.02:
         raise ValueError(f"{NAME} differs from the reference by {off:.3g} of its norm: it is asked something else.")
-    return of_torch([lambda states=states: step(states) for states in pools], expected)
+    return make_graph_contender([lambda states=states: step(states) for states in pools], expected)
