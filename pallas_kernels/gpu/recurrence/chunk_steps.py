@@ -8,7 +8,7 @@ tokens: what stands in the others' places is selected away, never multiplied by 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -168,8 +168,8 @@ def multiply_while(
     """Returns the sum of products of operands, and what is computed while the matrix unit is at them."""
     for pair in pairs:
         probe(interpret, *pair)
-    if interpret is not None:  # which has no products of what lies in registers
-        return sum(jnp.dot(*(x[...].astype(jnp.float32) for x in pair)) for pair in pairs), meanwhile()
+    if interpret is not None:
+        return _sum_interpreted(pairs), meanwhile()
 
     def sum_products(acc_ref):
         for a, b in pairs:
@@ -183,6 +183,11 @@ def multiply_while(
     return anew(total), made
 
 
+def _sum_interpreted(pairs: Sequence[tuple[Any, Any]]) -> jax.Array:
+    """Returns the sum of products as the interpreter computes it, which has none of what lies in registers."""
+    return sum(jnp.dot(*(x[...].astype(jnp.float32) for x in pair)) for pair in pairs)
+
+
 def add_products(
     interpret: InterpretParams, totals: tuple[jax.Array, ...], *sums: tuple[tuple[Any, Any], ...]
 ) -> tuple[jax.Array, ...]:
@@ -193,10 +198,7 @@ def add_products(
     for pair in (pair for pairs in sums for pair in pairs):
         probe(interpret, *pair)
     if interpret is not None:
-        return tuple(
-            total + sum(jnp.dot(*(x[...].astype(jnp.float32) for x in pair)) for pair in pairs)
-            for total, pairs in zip(totals, sums, strict=True)
-        )
+        return tuple(total + _sum_interpreted(pairs) for total, pairs in zip(totals, sums, strict=True))
 
     def add(acc_refs):
         for acc_ref, pairs in zip(acc_refs, sums, strict=True):
