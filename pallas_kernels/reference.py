@@ -91,6 +91,7 @@ def attend(q, stored: StoredKV, batch: PagedBatch, spec: MaskSpec, options: Soft
     before = (lengths - new)[token.row][..., None]
     is_new = (place >= before) & (place < lengths[token.row][..., None])
     index = _places_of(token, before, place, offsets, new)  # of the token at each place, where it is new
+    # Of a row with more queries than tokens the first sit at negative positions, before all places: they see nothing.
     seen = place <= position if causal else place < lengths[token.row][..., None]
     if tree is not None:
         depth, ancestors = _climb(tree, token, before[..., 0], index)

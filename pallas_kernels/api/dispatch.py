@@ -65,6 +65,9 @@ def paged_attention(
     accumulation are in float32. Blocks that a row does not own, places past its length and unused table entries
     are never seen, whatever they hold. Padding gives output 0, and so does a token that sees nothing.
 
+    `lengths[s]` may be less than `new[s]`, down to 0, where a row's last tokens are read elsewhere: a query at a
+    negative position sees nothing. That is not defined with `tree` or `spans`, which speak of the step's own tokens.
+
     Args:
       q: queries, `[S, T, H, D]` padded or `[N, H, D]` packed (see `offsets`).
       kv: one layer's pool, `[num_blocks + 1, 2, K, block_size, D']`: keys at 0, values at 1; D' may be padded beyond D.

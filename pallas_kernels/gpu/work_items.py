@@ -321,6 +321,7 @@ def prefill_items(
         lane = jnp.arange(item_tokens, dtype=jnp.int32)[None]
         tiles = tile_masks(token_mask, at[:, None] + lane, lane < count[:, None])
         start, stop, token_masks, sure = tiles.start, tiles.stop, tiles.tokens, tiles[3:]
+        stop = jnp.minimum(stop, lengths[row])  # a row of queries alone has no first key
         seen, window_mask = (
             stop - start,
             WindowMask(1, None, window_mask.sink_tokens),

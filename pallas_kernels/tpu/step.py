@@ -51,7 +51,7 @@ def attend(
     if not q.size:
         q = q[..., :width]
         return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if options.return_lse else q
-    kv_lens = jnp.clip(kv_lens, query_lens if mask.causal else 0, tables.shape[1] * kv.shape[3])
+    kv_lens = jnp.clip(kv_lens, 0, tables.shape[1] * kv.shape[3])
     tables = jnp.clip(tables, 0, kv.shape[0] - 1)
     options = dataclasses.replace(options, scale=options.logit_scale(head_dim))
     window_mask = WindowMask.from_spec(mask, tables.shape[1] * kv.shape[3])
@@ -68,9 +68,9 @@ def attend(
     groups = nibbles.count_groups(stored)
     size = tile_tokens(token_axes[-1], num_heads, kv, tables, q.dtype, deterministic, groups)
     # Queries that are not the row's own have no position: their tiles only number them. They come as many.
-    tiles = make_tiles(
-        begin, kv_lens if mask.causal else query_lens, query_lens, single, places=places, tile_tokens=size
-    )
+    lengths = kv_lens if mask.causal else query_lens
+    seeing = jnp.minimum(query_lens, lengths)  # those before them, at negative positions, are as places of no token
+    tiles = make_tiles(begin + query_lens - seeing, lengths, seeing, single, places=places, tile_tokens=size)
     mask_tiles = None
     if mask.by_token or not mask.causal:
         token_mask = None
@@ -156,7 +156,7 @@ def decode_step(
         pad(q[:, 0], kv.shape[-1]),
         stored,
         jnp.clip(tables, 0, kv.shape[0] - 1),
-        jnp.where(query_lens > 0, position + 1, 0),
+        jnp.where(query_lens > 0, jnp.clip(kv_lens - query_lens + 1, 0, capacity), 0),
         dataclasses.replace(options, scale=options.logit_scale(head_dim)),
         window_mask=WindowMask.from_spec(mask, capacity),
         new_kv=new_kv,

@@ -210,6 +210,9 @@ PREFILL = {
     ),
     "beyond the table": Trial(Case((64, 40), (9, 3), **ONE), poison=0.5, lengths=(10**6, 40)),
     "more new tokens than tokens": Trial(Case((64, 40, 9), (9, 3, 2), **ONE), poison=0.5, lengths=(4, 40, 0)),
+    "more new tokens than tokens, chunk": Trial(
+        Case((0, 2), (9, 9), chunk=64, max_blocks=9, **ONE), poison_before_window=True,
+    ),
     "extreme logits": Trial(Case((100, 20), (9, 2), scale=40.0, **ONE)),
     "4, 3, 2, 1 and 0 tiles": Trial(
         Case((256, 192, 128, 64, 9), (9,) * 5, **ONE), poison=0.5, lengths=(256, 192, 128, 64, 0)

@@ -123,6 +123,11 @@ MISTAKES = {
         {"wrong"},
         Plant("attend", "items_ref[item, 6] > 0 if chunks == 1 else num_tiles > 0", "num_tiles > 0"),
     ),
+    "work: the first key of a row that has none": (
+        PREFILL["more new tokens than tokens, chunk"],
+        {"wrong"},
+        Plant("prefill_items", "stop = jnp.minimum(stop, lengths[row])", ""),
+    ),
     "prefill: another token's hole": (
         PREFILL["odd places"],
         {"wrong", "race"},
