@@ -125,7 +125,7 @@ def add_serve(commands: Any) -> None:
         "--max-waiting",
         type=parse_count,
         default=256,
-        help="answers that may wait; more are refused; default: %(default)s",
+        help="answers that may wait while all rows are taken; more are refused; default: %(default)s",
     )
     add("--no-warmup", dest="warmup", action="store_false", help="listen at once, and compile when requests come")
     add("--grace", type=int, default=10, help="seconds that Ctrl-C leaves to what is running; default: %(default)s")

@@ -499,11 +499,11 @@ def test_too_many_are_told_to_wait(served, client, openai):
 
 
 def test_more_than_can_ever_wait_is_no_matter_of_waiting(served):
-    """A client that tries again after 429 would do so for ever."""
-    body = {"prompt": ["a"] * 21, "max_tokens": 1}
-    found = httpx.post(served[2] + "/v1/completions", json=body | {"n": 2})
-    assert found.status_code == 400 and "42 answers, but at most 40" in found.json()["error"]["message"]
-    assert len(httpx.post(served[2] + "/v1/completions", json=body, timeout=60).json()["choices"]) == 21
+    """A client that tries again after 429 would do so for ever. What rows take at once does not wait."""
+    body = {"prompt": ["a"] * 22, "max_tokens": 1, "n": 2}
+    found = httpx.post(served[2] + "/v1/completions", json=body | {"prompt": ["a"] * 23})
+    assert found.status_code == 400 and "46 answers, but at most 44" in found.json()["error"]["message"]
+    assert len(httpx.post(served[2] + "/v1/completions", json=body, timeout=60).json()["choices"]) == 44
 
 
 def test_health_and_metrics(served):

@@ -244,10 +244,12 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
 
 
 def check_count(prompts: Sequence[Any], options: dict[str, Any], most: int | None) -> None:
-    """Raises ValueError if a request of several prompts asks for more samples than may wait: it never could begin."""
+    """Raises ValueError if a request of several prompts asks for more than `most` samples: it never could begin."""
     count = len(prompts) * (options["n"] if _is_integer(options.get("n")) else 1)
     if most is not None and len(prompts) > 1 and count > most:
-        raise ValueError(f"The request asks for {count} answers, but at most {most} can wait: send several requests.")
+        raise ValueError(
+            f"The request asks for {count} answers, but at most {most} can have a row or wait: send several requests."
+        )
 
 
 def finish_reason(sample: Any) -> str:

@@ -148,6 +148,7 @@ def make_app(
     template = asyncio.Lock()  # one conversation at a time is rendered
     most_tokens = max_new_tokens or engine.config.max_seq_len
     most = LEAST_LIMIT + MOST_PER_TOKEN * engine.config.max_seq_len
+    most_answers = None if engine.max_waiting is None else engine.max_waiting + engine.config.max_seqs
     running: weakref.WeakSet[Any] = weakref.WeakSet()
 
     async def complete(kind: Any, http: Any) -> Any:
@@ -165,7 +166,7 @@ def make_app(
             options = read_options(body, defaults, form.default_tokens or most_tokens) | form.options()
             async with template:
                 prompts = await asyncio.to_thread(form.prompts)
-            check_count(prompts, options, engine.max_waiting)
+            check_count(prompts, options, most_answers)
             for prompt in prompts:
                 requests.append(engine.submit(prompt, tokenizer=text, **{"eos": eos} | options))
                 running.add(requests[-1])

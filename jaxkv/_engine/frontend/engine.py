@@ -95,8 +95,8 @@ class Engine(Servable, Resumable, Updatable):
       deterministic: call the model with `deterministic=True`, which the models of `jaxkv.models` give to
         `jaxkv.attention`: a row's attention is the same to the bit with any other rows, blocks and order, at
         the cost of some speed. XLA computes the model's other sums as usual.
-      max_waiting: the limit of samples that wait for a row; `submit` raises `EngineFull` where there would be more.
-        Default: any number.
+      max_waiting: the limit of samples that wait while all rows are taken; `submit` raises `EngineFull` where there
+        would be more. Those that free rows take at the next step do not count. Default: any number.
       cache_dtype: the dtype of stored keys and values, or a quantised format; default: the model's dtype.
       **fields: `num_blocks`, `memory_bytes`, `block_size` and other fields of `CacheConfig.from_model`.
 
@@ -349,7 +349,7 @@ class Engine(Servable, Resumable, Updatable):
             prompt is computed then, also where a prefix cache has some of it. `max_new_tokens` may be 0.
 
         Raises:
-          ValueError: an invalid argument; nothing has changed then. EngineFull: `max_waiting` samples wait.
+          ValueError: an invalid argument; nothing has changed then. EngineFull: `max_waiting` samples wait for a row.
         """
         self._turn.refuse_closed()
         limit, samples = self._reader.read(

@@ -26,16 +26,16 @@ BUSY = 1e-3  # seconds until a step is tried again
 
 
 class EngineFull(RuntimeError):
-    """Raised by `Engine.submit` if `max_waiting` samples wait, or the engine is drained: try again later.
+    """Raised by `Engine.submit` if `max_waiting` samples wait for a row, or the engine is drained: try again later.
 
     >>> import jaxkv
     >>> engine = jaxkv.Engine(jaxkv.models.small(), max_seqs=1, max_seq_len=64, max_waiting=1)
-    >>> first = engine.submit(list(b"import "), max_new_tokens=2)
+    >>> requests = [engine.submit(list(b"import "), max_new_tokens=2) for _ in range(2)]  # the first takes the row
     >>> try:
     ...     engine.submit(list(b"import "), max_new_tokens=2)
     ... except jaxkv.EngineFull as error:
     ...     print(error)
-    1 requests wait, and max_waiting is 1: submit it again later, or raise max_waiting.
+    1 requests wait for a row, and max_waiting is 1: submit it again later, or raise max_waiting.
     """
 
 
@@ -194,11 +194,20 @@ class Servable(Closable):
         """Raises EngineFull if there is no place for `count` more samples to wait."""
         if self._is_draining:
             raise EngineFull("This engine takes no more requests, for it is drained: submit it elsewhere, or later.")
-        if self.max_waiting is not None and (waiting := self.num_waiting) and waiting + count > self.max_waiting:
+        if self.max_waiting is None:
+            return
+        free = self._count_free_rows()  # before those that wait: who gets a row in between counts as neither
+        if (waiting := self.num_waiting - free) > 0 and waiting + count > self.max_waiting:
             raise EngineFull(
-                f"{waiting} requests wait, and max_waiting is {self.max_waiting}: submit it again later, or raise "
-                "max_waiting."
+                f"{waiting} requests wait for a row, and max_waiting is {self.max_waiting}: submit it again later, or "
+                "raise max_waiting."
             )
+
+    def _count_free_rows(self) -> int:
+        """Returns the rows that no sample has, nor will have once the prompt that it shares is computed."""
+        leaders = [sequence for core in self._cores for sequence in list(core.scheduler.running)]
+        taken = [sequence.request.origin for leader in leaders for sequence in (leader, *leader.followers)]
+        return self.config.max_seqs - sum(not sample.done for sample in taken)
 
     # Within a step.
 

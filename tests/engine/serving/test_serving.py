@@ -172,18 +172,43 @@ def test_event_loops(engine, lone):
         assert asyncio.run(follow_all()) == wanted
 
 
+def test_free_rows_are_no_places_to_wait(model):
+    """A burst takes the free rows first: only what none of them can take waits."""
+    with jaxkv.Engine(model, max_waiting=1, **SIZES) as engine:
+        requests = [engine.submit(PROMPT, 3) for _ in range(SIZES["max_seqs"] + 1)]
+        for _ in range(2):  # no step has looked at them, and one has
+            with pytest.raises(jaxkv.EngineFull, match="1 requests wait for a row, and max_waiting is 1"):
+                engine.submit(PROMPT, 3)
+            engine.step()
+        engine._core.cancel([requests[0]])  # as from another thread, while a step is under way
+        requests.append(engine.submit(PROMPT, 3))  # in the row that is free at the next step
+        with pytest.raises(jaxkv.EngineFull):
+            engine.submit(PROMPT, 3)
+        engine.wait()
+        several = engine.submit(PROMPT, 3, n=3)
+        engine.step()  # they compute their prompt in a row that is theirs together
+        more = [engine.submit(PROMPT, 3) for _ in range(2)]
+        with pytest.raises(jaxkv.EngineFull):
+            engine.submit(PROMPT, 3)
+        engine.wait()
+        assert {request.ended for request in (several, *more, *requests[1:])} == {"length"}
+
+
 def test_places_to_wait(model):
     with jaxkv.Engine(model, max_waiting=2, **SIZES) as engine:
+        rows = [engine.submit(PROMPT, 30) for _ in range(SIZES["max_seqs"])]
+        engine.step()
         requests = [engine.submit(PROMPT, 3) for _ in range(2)]
-        with pytest.raises(jaxkv.EngineFull, match="2 requests wait, and max_waiting is 2"):
+        with pytest.raises(jaxkv.EngineFull, match="2 requests wait for a row, and max_waiting is 2"):
             engine.submit(PROMPT, 3)
         requests[1].cancel()
         assert engine.num_waiting == 1, "who is cancelled leaves its place at once"
         requests[1] = engine.submit(PROMPT, 3)
+        for row in rows[:2]:
+            row.cancel()
         engine.step()
-        for _ in range(2):  # the first two take the last rows, the others wait for one
-            late = [engine.submit(PROMPT, 3) for _ in range(2)]
-            engine.step()
+        late = [engine.submit(PROMPT, 3) for _ in range(2)]
+        engine.step()
         assert engine.num_waiting == 2
         for request in late:
             request.cancel()
