@@ -5,6 +5,7 @@ import concurrent.futures
 import datetime
 import hashlib
 import json
+import logging
 import socket
 import threading
 from collections.abc import Sequence
@@ -21,13 +22,20 @@ from jaxkv._files.format import parse_saved, render_header
 from jaxkv._files.load_rows import put_saved
 from jaxkv._files.save_rows import read_rows
 
+logger = logging.getLogger("jaxkv.transfer")
+
 _servers: list[Any] = []  # the server of this process, once there is one
 _fetches: dict[str, Any] = {}  # what is to be received from each address next
 _sent: collections.Counter[str] = collections.Counter()  # how often rows were sent to each address
 _received: collections.Counter[str] = collections.Counter()
 
 
+Messages = list[list[np.ndarray]]
+Fetched = tuple[dict[str, Any], dict[str, np.ndarray]]
+
 SECONDS_TO_CONNECT = 5
+SECONDS_TO_FETCH = 600  # what was asked for is kept no longer
+ASKED = 3  # behind the numbers of a transfer's three messages, that of the one by which it is asked for
 LOOPBACK = ("127.", "localhost", "::1")
 
 
@@ -66,21 +74,48 @@ def transfer_address(host: str | None = None) -> str:
 
 
 def offer(cache: Cache, rows: np.ndarray, to: str) -> None:
-    """Offers rows to the process at an address, which gets them by `receive`. They are copied: the cache may change."""
-    _refuse_gone(to, _read_address("to", to))
-    offer_rows(cache, rows, f"{transfer_address()} {to} {_sent[to]}")
+    """Offers rows to the process at an address, which gets them by `receive`. They are copied: the cache may change.
+
+    JAX would keep what it offers for ever, so it gets the rows only once that process asks for them. Until then a
+    thread keeps them, and forgets them if that process goes.
+    """
+    host_and_port = _read_address("to", to)
+    own = transfer_address()
+    connection = _servers[0].connect(to)
+    _refuse_gone(to, host_and_port)  # once it is connected, JAX notices that a process goes
+    messages, key = _render_rows(cache, rows), f"{own} {to} {_sent[to]}"
+    threading.Thread(target=_hand_over, args=(messages, key, connection), name="jaxkv send", daemon=True).start()
     _sent[to] += 1
 
 
-def offer_rows(cache: Cache, rows: np.ndarray, key: str, *, timeout: float | None = None) -> None:
-    """Offers rows to whoever asks for `key` first, by `pull_rows`, for so many seconds; None: for ever."""
+def _hand_over(messages: Messages, key: str, connection: Any) -> None:
+    """Offers messages once the process at the other end of a connection asks for them."""
+    try:
+        _pull(connection, _name(key) + ASKED, ((1,), np.int32))
+    except jax.errors.JaxRuntimeError as error:
+        logger.info("rows that were sent are forgotten, for the process that was to receive them is gone: %s", error)
+    else:
+        _await_pulls(messages, key, SECONDS_TO_FETCH)
+
+
+def offer_rows(cache: Cache, rows: np.ndarray, key: str, *, timeout: float) -> None:
+    """Offers rows to whoever asks for `key` first, by `pull_rows`, for so many seconds."""
+    transfer_address()
+    _await_pulls(_render_rows(cache, rows), key, timeout)
+
+
+def _render_rows(cache: Cache, rows: np.ndarray) -> Messages:
+    """Returns rows as three messages: the next is asked for once what was before says its shape."""
     saved, tensors = read_rows(cache, rows)
     told = {"fields": render_header(saved), "tensors": [[n, x.dtype.name, list(x.shape)] for n, x in tensors.items()]}
     header = np.frombuffer(json.dumps(told).encode(), np.uint8)
-    transfer_address()
-    messages = [[np.array([len(header)], np.int32)], [header], [x for x in tensors.values() if x.size]]
-    for i, arrays in enumerate(messages):  # the next is asked for once what was before says its shape
-        _servers[0].await_pull(_name(key) + i, jax.device_put(arrays, jax.local_devices()[0]), timeout=_end_of(timeout))
+    return [[np.array([len(header)], np.int32)], [header], [x for x in tensors.values() if x.size]]
+
+
+def _await_pulls(messages: Messages, key: str, timeout: float) -> None:
+    """Leaves messages to JAX, for so many seconds."""
+    for number, arrays in enumerate(messages, _name(key)):
+        _servers[0].await_pull(number, _put(arrays), timeout=_end_of(timeout))
 
 
 def receive(cache: Cache, rows: Sequence[int] | None, source: str, *, timeout: float = 60) -> tuple[Cache, list[int]]:
@@ -154,12 +189,14 @@ def _refuse_gone(address: str, host_and_port: tuple[str, int]) -> None:
         pass
 
 
+def _put(arrays: list[np.ndarray]) -> Any:
+    """Returns arrays on the device by which they leave."""
+    return jax.device_put(arrays, jax.local_devices()[0])
+
+
 def _name(key: str) -> int:
     """Returns the first of the numbers by which both sides know the arrays of a transfer."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()) * 4
-
-
-Fetched = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 def _fetch(source: str) -> concurrent.futures.Future[Fetched]:
@@ -173,7 +210,9 @@ def _fetch(source: str) -> concurrent.futures.Future[Fetched]:
 
         def fetch() -> None:
             try:
-                found.set_result(pull_rows(source, f"{source} {transfer_address()} {number}"))
+                key = f"{source} {transfer_address()} {number}"
+                _servers[0].await_pull(_name(key) + ASKED, _put([np.ones(1, np.int32)]))
+                found.set_result(pull_rows(source, key))
             except Exception as error:
                 found.set_exception(error)
 
@@ -193,15 +232,18 @@ def pull_rows(source: str, key: str, *, timeout: float | None = None) -> Fetched
     transfer_address()
     end = _end_of(timeout)
     name, connection = _name(key), _servers[0].connect(source)
-    place = SingleDeviceSharding(jax.local_devices()[0])
-
-    def pull(number: int, *specs: tuple[tuple[int, ...], Any]) -> list[np.ndarray]:
-        wanted = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in specs]
-        return [np.asarray(x) for x in connection.pull(name + number, wanted, timeout=end)]
-
-    (size,) = pull(0, ((1,), np.int32))
-    (header,) = pull(1, ((int(size[0]),), np.uint8))
+    (size,) = _pull(connection, name, ((1,), np.int32), end=end)
+    (header,) = _pull(connection, name + 1, ((int(size[0]),), np.uint8), end=end)
     told = json.loads(header.tobytes())
     shapes = {n: (tuple(shape), jnp.dtype(dtype)) for n, dtype, shape in told["tensors"]}
-    arrays = iter(pull(2, *(own for own in shapes.values() if all(own[0]))))
+    arrays = iter(_pull(connection, name + 2, *(own for own in shapes.values() if all(own[0])), end=end))
     return told, {n: next(arrays) if all(x[0]) else np.zeros(*x) for n, x in shapes.items()}
+
+
+def _pull(
+    connection: Any, number: int, *specs: tuple[tuple[int, ...], Any], end: datetime.datetime | None = None
+) -> list[np.ndarray]:
+    """Waits for a message from another process."""
+    place = SingleDeviceSharding(jax.local_devices()[0])
+    wanted = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in specs]
+    return [np.asarray(x) for x in connection.pull(number, wanted, timeout=end)]

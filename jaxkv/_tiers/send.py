@@ -57,7 +57,7 @@ def send(cache: Cache, rows: Any, *, to: Cache | str, at: Any = None) -> Cache |
       rows: a row index of `cache` or a list of them; `free` them when they are no longer needed there.
       to: the destination cache. Or the address of another process, its `jaxkv.distributed.transfer_address()`: the
         rows are copied by way of the hosts, and are `receive`d there. This does not wait for it, and keeps the copy
-        until then.
+        until then, in host memory, or until that process is gone.
       at: the rows of `to`, one for each; default: the same indices. Not for an address.
 
     Returns:

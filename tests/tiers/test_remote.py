@@ -1,11 +1,13 @@
 """Rows that go to another process: a real one, with a cache of other blocks over two devices, which is killed."""
 
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv._tiers import remote
 
 SIZES = {"max_seqs": 3, "max_seq_len": 64, "num_layers": 2, "num_kv_heads": 2, "head_dim": 8}
 OTHER = """
@@ -101,6 +104,36 @@ def test_a_process_that_has_gone_before_is_no_wait():
         with pytest.raises(ConnectionError, match=f"The process at {gone} is gone"):
             call()
     assert time.monotonic() - began < 20
+
+
+NEVER = "import jaxkv; print(jaxkv.distributed.transfer_address(), flush=True); input()"
+
+
+def test_rows_for_a_process_that_goes_before_it_receives_are_forgotten(monkeypatch):
+    """Until then they are kept."""
+    kept, read_rows = [], remote.read_rows
+
+    def read(*arguments):
+        saved, tensors = read_rows(*arguments)
+        kept.extend(weakref.ref(tensor) for tensor in tensors.values() if tensor.size)
+        return saved, tensors
+
+    monkeypatch.setattr(remote, "read_rows", read)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", NEVER], env=environment, **pipes) as other:
+        try:
+            address = other.stdout.readline().strip()
+            for _ in range(2):
+                jaxkv.send(filled(), [0, 2], to=address)
+            gc.collect()
+            assert kept and all(tensor() is not None for tensor in kept)
+        finally:
+            other.kill()
+    end = time.monotonic() + 30
+    while any(tensor() is not None for tensor in kept) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert all(tensor() is None for tensor in kept)
 
 
 def test_errors_of_what_was_sent_begin_with_its_address():
