@@ -106,6 +106,20 @@ def test_a_process_that_has_gone_before_is_no_wait():
     assert time.monotonic() - began < 20
 
 
+def test_a_slow_connection_is_no_process_that_has_gone(monkeypatch):
+    """Rows go there and come from there: JAX waits for it."""
+
+    def connect(*_, timeout):
+        assert timeout == remote.SECONDS_TO_CONNECT
+        raise TimeoutError("timed out")
+
+    own = jaxkv.distributed.transfer_address()
+    monkeypatch.setattr(socket, "create_connection", connect)
+    jaxkv.send(filled(), [0], to=own)
+    cache, rows = jaxkv.receive(make(), None, own)
+    assert rows == [0] and cache.lengths.tolist() == [20, 0, 0]
+
+
 NEVER = "import jaxkv; print(jaxkv.distributed.transfer_address(), flush=True); input()"
 
 
