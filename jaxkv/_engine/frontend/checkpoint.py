@@ -15,7 +15,7 @@ from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.requests.entries import read_request, render_request
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.scheduler import Sequence
-from jaxkv._engine.requests.stops import TextStops
+from jaxkv._engine.requests.stops import TextStops, TokenizerLike, check_tokenizer
 from jaxkv._engine.runner.engine_core import make_sequence
 from jaxkv._tiers.saved_rows import SavedRows
 
@@ -55,12 +55,6 @@ class Resumable(Closable):
             rows = {s: i * number + s.row for i, s in running if s.row is not None}
             places = {sequence: place for place, sequence in enumerate(rows)}
             open_ = {request.origin: s for core in self._cores for request, s in core.open.items()}
-            for request in open_:
-                if any(isinstance(stops, TextStops) for stops in request.search.stops):
-                    raise ValueError(
-                        f"Request {request.number} was submitted with a tokenizer, which no file holds: let it end, or "
-                        "cancel it, before the engine is saved."
-                    )
             if len(self._cores) > 1:
                 open_ = dict(sorted(open_.items(), key=lambda item: item[0].number))  # in the order of submission
             leaders = {f.request.origin: r.number for r, s in open_.items() for f in s.followers}
@@ -70,11 +64,14 @@ class Resumable(Closable):
             state = {"version": VERSION, "next": self._reader.numbers.next, "requests": entries}
             self._core.save(path, list(rows.values()), self._model, {KEY: state})
 
-    def load(self, path: str | os.PathLike) -> list[Request]:
+    def load(self, path: str | os.PathLike, *, tokenizer: TokenizerLike | None = None) -> list[Request]:
         """Resumes the requests that `save` of an engine wrote, with the same tokens.
 
         The model must be the saved engine's, on any devices, and so must a hook; sizes and other options may differ.
         Rows are loaded as there is room; rows that do not fit in blocks of this cache are computed again.
+
+        Args:
+          tokenizer: that of the requests that were submitted with one.
 
         Returns:
           The requests that are not done, and those with tokens that were not handed out, in the order of submission;
@@ -83,8 +80,10 @@ class Resumable(Closable):
         Raises:
           FileNotFoundError: no such file. DamagedFile: the file was truncated or changed. CacheFileError: it is of
           another model or no engine's, or its requests do not fit. All but the first are ValueErrors.
-          ValueError: this engine has requests that are not done. The engine is unchanged then.
+          ValueError: this engine has requests that are not done; a saved one needs a tokenizer. The engine is unchanged
+          then.
         """
+        check_tokenizer(tokenizer)
         with self._exclusive():
             if self._core.is_busy:
                 raise ValueError("load is for an engine without requests: let its own end first, or make another one.")
@@ -99,7 +98,7 @@ class Resumable(Closable):
                 )
             file.check_layers(self.config)
             try:
-                first, requests, sequences = self._read(file, file.saved.metadata[KEY])
+                first, requests, sequences = self._read(file, file.saved.metadata[KEY], tokenizer)
             except (TypeError, KeyError, AttributeError, IndexError, OverflowError, _Wrong) as error:
                 raise CacheFileError(
                     f"{path} holds requests that this version of jaxkv cannot read ({error}): load it with the version "
@@ -113,9 +112,16 @@ class Resumable(Closable):
             self._reader.numbers = Numbers(max(first, self._reader.numbers.next))
             return requests
 
-    def _read(self, file: SavedRows, state: dict[str, Any]) -> tuple[int, list[Request], list[Sequence]]:
+    def _read(
+        self, file: SavedRows, state: dict[str, Any], tokenizer: TokenizerLike | None
+    ) -> tuple[int, list[Request], list[Sequence]]:
         if state["version"] != VERSION:
             raise _Wrong(f"they are in version {state['version']}")
+        if tokenizer is None and (wanting := [e["number"] for e in state["requests"] if "stop_strings" in e]):
+            raise CacheFileError(
+                f"Request {wanting[0]} of {file.path} was submitted with a tokenizer, which no file holds: give it "
+                "again, load(path, tokenizer=)."
+            )
         requests: list[Request] = []
         prompts: dict[tuple[int, ...], list[int]] = {}
         by_number: dict[int, Sequence] = {}
@@ -125,12 +131,14 @@ class Resumable(Closable):
                 request = read_request(
                     entry,
                     self._reader.hook_args,
+                    tokenizer=tokenizer if "stop_strings" in entry else None,
                     read_adapter=self._reader.read_adapter,
                     news=self._reader.news,
                     engine=self._reader.engine,
                 )
                 request.prompt = prompts.setdefault(tuple(request.prompt), request.prompt)  # samples share one
                 requests.append(request)
+                request.search.text = str(entry.get("text", request.search.text))
                 if request.done:
                     continue
                 sequence = make_sequence(request)
@@ -168,7 +176,10 @@ class Resumable(Closable):
         return self._reader.find_problem(tokens, left)
 
     def _render(self, request: Request, row: int | None, leader: int | None) -> dict[str, Any]:
-        return render_request(request, self._reader.hook_args) | {"row": row, "leader": leader}
+        entry = render_request(request, self._reader.hook_args) | {"row": row, "leader": leader}
+        for texts in [stops for stops in request.search.stops if isinstance(stops, TextStops)]:
+            entry |= {"text": request.text} if request.done else {"stop_strings": texts.stops}
+        return entry
 
     @functools.cached_property  # the engine's parameters stay as they are
     def _model(self) -> str | None:

@@ -10,7 +10,7 @@ from jaxkv._core.config.validation import MOST_INDEX, flag, integer
 from jaxkv._engine.requests.hook_args import HookArgs, from_json
 from jaxkv._engine.requests.request import Request, RequestParams
 from jaxkv._engine.requests.sampling import SamplingParams
-from jaxkv._engine.requests.stops import IdStops, read_stops
+from jaxkv._engine.requests.stops import IdStops, TokenizerLike, read_stops
 from jaxkv._engine.requests.submission import read_eos, read_keep_prefix, read_salt, read_stop
 
 CHOSEN = {None: 0, 0: -1}  # what entries say where no number of likeliest tokens is kept: nothing, or the chosen ones
@@ -43,15 +43,19 @@ def read_request(
     hook_args: HookArgs,
     *,
     read_adapter: Callable[[Any], int],
+    tokenizer: TokenizerLike | None = None,
     make: type[Request] = Request,
     **options: Any,
 ) -> Request:
     """Returns the request of an entry, made by `make` with further `options`.
 
+    Args:
+      tokenizer: of the request, if it was submitted with one and goes on.
+
     Raises:
       ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError: it is no entry of a request.
     """
-    choice = entry["choice"]
+    choice, prompt = entry["choice"], _read_tokens(entry["prompt"])
     params = RequestParams(
         choice=SamplingParams.read(
             choice["temperature"],
@@ -68,14 +72,14 @@ def read_request(
         hook_args=hook_args.read(from_json(entry.get("hook_args"))),
         keep_prefix=read_keep_prefix(entry.get("keep_prefix", True)),
         adapter=read_adapter(entry.get("adapter", 0)),
-        stops=read_stops(entry.get("stop", []), None, ()),
+        stops=read_stops([*entry.get("stop", []), *entry.get("stop_strings", [])], tokenizer, prompt),
         include_stop=flag("include_stop", entry.get("include_stop", False)),
         is_scored="scores" in entry,
     )
     request = make(
         params,
         number=integer("number", entry["number"], least=0),
-        prompt=_read_tokens(entry["prompt"]),
+        prompt=prompt,
         limit=integer("limit", entry["limit"], least=0),
         **options,
     )

@@ -181,8 +181,7 @@ class StopSearch:
 
 def read_stops(stop: Any, tokenizer: TokenizerLike | None, prompt: Sequence[int]) -> list[Stops]:
     """Returns the matchers of `submit(stop=, tokenizer=)`. Raises ValueError."""
-    if tokenizer is not None and not callable(getattr(tokenizer, "stream", None)):
-        raise ValueError(f"tokenizer must be a jaxkv.text.Tokenizer, or have its stream(), not {show(tokenizer)}.")
+    check_tokenizer(tokenizer)
     stop = [stop] if isinstance(stop, str) else stop
     if stop is None:
         stop = []
@@ -202,6 +201,12 @@ def read_stops(stop: Any, tokenizer: TokenizerLike | None, prompt: Sequence[int]
         )
     found: list[Stops] = [IdStops(ids)] if ids else []
     return found if tokenizer is None else [*found, TextStops(strings, tokenizer, prompt)]
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises ValueError for what is no tokenizer, and not None."""
+    if tokenizer is not None and not callable(getattr(tokenizer, "stream", None)):
+        raise ValueError(f"tokenizer must be a jaxkv.text.Tokenizer, or have its stream(), not {show(tokenizer)}.")
 
 
 def _read_ids(sequence: Any) -> tuple[int, ...]:

@@ -94,14 +94,39 @@ def test_saved_with_their_stops(model, lone, tmp_path):
         for _ in range(9):
             engine.step()
         engine.save(tmp_path / "engine")
-        engine.submit(PROMPT, COUNT, tokenizer=Letters())
-        with pytest.raises(ValueError, match="submitted with a tokenizer, which no file holds"):
-            engine.save(tmp_path / "other")
         request.cancel()
     with jaxkv.Engine(model, **SIZES) as engine:
         (again,) = engine.load(tmp_path / "engine")
         end, begin = first_stop(output, [output[8:10]])
         assert again.result() == output[:begin] and again.ended == "stop" and end <= COUNT
+
+
+def test_saved_with_their_text(model, lone, tmp_path):
+    """No file holds a tokenizer: it is given again."""
+    output, letters, path = lone(PROMPT, COUNT), Letters(), tmp_path / "engine"
+    text = letters.decode(output)
+    with jaxkv.Engine(model, **SIZES) as engine:
+        ended = engine.submit(PROMPT, COUNT, stop=[text[3:6]], tokenizer=letters)
+        ended.result()  # nobody has called `step`, which would hand out its tokens
+        asked = [{"stop": [text[9:12], output[15:17]]}, {}, {"stop": text[9:12], "include_stop": True, "n": 2}]
+        requests = [engine.submit(PROMPT, COUNT, tokenizer=letters, **options) for options in asked]
+        plain = engine.submit(PROMPT, COUNT, stop=[output[15:17]])
+        next(token for token in requests[0] if requests[0].text == text[:9])
+        engine.save(path)
+        wanted = [(sample.result(), sample.text) for r in (ended, *requests, plain) for sample in r.samples]
+    with jaxkv.Engine(model, **SIZES) as engine:
+        number = requests[0].number
+        with pytest.raises(
+            ValueError, match=rf"^Request {number} of .*engine was submitted with a tokenizer.*load\(path, tokenizer="
+        ):
+            engine.load(path)
+        with pytest.raises(ValueError, match="tokenizer must be"):
+            engine.load(path, tokenizer=5)
+        assert engine.is_idle
+        again = engine.load(path, tokenizer=letters)
+        assert again[0].text == ended.text and again[1].text == text[:9]
+        assert [(request.result(), request.text) for request in again] == wanted
+        assert [request.ended for request in again] == ["stop", "stop", "length", "stop", "stop", "stop"]
 
 
 class NoText:
