@@ -1,13 +1,15 @@
 """Hooks on logits by request: its own numbers, and where its output begins, however its steps are cut."""
 
+import contextlib
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checksum_model import LONGEST, VOCAB, Checksum, Several, weight
+from checksum_model import LONGEST, VOCAB, Checksum, Several, continuation, weight
 from compiled import compiled
 from nightly import NIGHTLY
 
@@ -152,3 +154,69 @@ def test_prompts_are_no_output():
         assert jaxkv.hooks.frequency_penalty(logits, rows, jnp.array([1.0, 2.0])).tolist() == [[1, 0, 1, 0, 1], [1] * 5]
     short = jaxkv.hooks.min_tokens(logits, rows, jnp.array([3, 0]), jnp.array([[0, -1], [1, 7]]))
     assert jnp.isneginf(short).tolist() == [[True, False, False, False, False], [False] * 5]
+
+
+@pytest.mark.parametrize("how", ["step", "run", "result"])
+def test_a_hook_that_raises_ends_the_requests_of_its_step_alone(how):
+    """Their rows are free, the error is told, and the others go on. A hook that returns no logits is such a one."""
+    broken = [KeyError("of the hook"), jnp.zeros(3)]
+
+    def hook(logits, rows):
+        if not broken:
+            return logits
+        if isinstance(broken[0], KeyError):
+            raise broken.pop(0)
+        return broken.pop(0)
+
+    with jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook) as engine:
+        requests = [engine.submit([1 + i, 5], 4) for i in range(9)]
+        calls = {"step": engine.step, "run": lambda: list(engine.run()), "result": requests[0].result}
+        for count, error in enumerate((r"KeyError.*of the hook", r"logits_hook must return logits \[3, 97\]"), 1):
+            with pytest.raises((KeyError, ValueError), match=error.removeprefix("KeyError.*")):
+                calls[how]()
+            failed = [request for request in requests if request.done]
+            assert failed == requests[: 3 * count] and {request.ended for request in failed} == {"error"}
+            assert re.search(error, failed[-1].error) and engine.stats()["free_rows"] == 3
+            calls["result"] = requests[3].result
+        assert requests[8].result() == continuation(WINDOWS, [9, 5], 4, None)
+        engine.wait()
+        assert [request.tokens for request in requests[6:]] == [
+            continuation(WINDOWS, [i, 5], 4, None) for i in (7, 8, 9)
+        ]
+        jaxkv.check_invariants(engine.cache)
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_who_waits_for_another_request_hears_nothing_of_a_hooks_error(is_served):
+    left = [KeyError("of the hook")]
+
+    def hook(logits, rows):
+        if left:
+            raise left.pop()
+        return logits
+
+    with jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook) as engine:
+        requests = [engine.submit([1 + i, 5], 4) for i in range(4)]
+        with engine.serve() if is_served else contextlib.nullcontext():
+            assert requests[3].result() == continuation(WINDOWS, [4, 5], 4, None)
+        for request in requests[:3]:
+            with pytest.raises(KeyError, match="of the hook"):
+                request.result()
+
+
+def test_a_hook_that_raises_in_a_stream_ends_other_requests_of_its_step_too():
+    left = [KeyError("of the hook")]
+
+    def hook(logits, rows):
+        if left:
+            raise left.pop()
+        return logits
+
+    with jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook) as engine:
+        other = engine.submit([3], 4)
+        with pytest.raises(KeyError, match="of the hook"):
+            list(engine.stream([[1, 2], [2, 3]], 4))
+        with pytest.raises(KeyError, match="of the hook"):
+            other.result()
+        assert list(engine.run()) == [(other, None)] and engine.stats()["free_rows"] == 3
+        assert engine.submit([3], 4).result() == continuation(WINDOWS, [3], 4, None)

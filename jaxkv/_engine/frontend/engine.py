@@ -73,7 +73,7 @@ class Engine(Servable, Resumable, Updatable):
         `rows` has `tokens` i32[S, max_seq_len], each row's tokens so far and then a number that is no token, `lengths`
         and `prompt_lengths` i32[S], `numbers` and `adapters` i32[S] of the requests, and their `hook_args` from
         `submit`; `jaxkv.hooks` has building blocks. The logits of rows that get no token are ignored. If a row has no
-        logit above -inf left, its request ends with an `error`.
+        logit above -inf left, its request ends with an `error`. If the hook raises, all requests of that step do.
       prefix_cache: keep computed blocks and share them with prompts of the same prefix; XLA reads them once where that
         pays. `stats` reports the savings. See `PrefixCache`. Blocks evicted from the device go to `spill_bytes` of host
         memory, and from there to `disk_bytes` in the folder `disk`, for the next process too:
@@ -397,6 +397,7 @@ class Engine(Servable, Resumable, Updatable):
           OutOfBlocks: a request, the error's `request`, cannot begin, because pinned blocks of the prefix cache leave
             no room. It has ended with an `error` and is raised once; the others go on at the next call.
           RuntimeError: another thread is using the engine. CacheError: the cache was lost; see `reset`.
+          What `logits_hook` raises; the requests of that step have ended with it.
         """
         self._refuse_served("step")
         with self._exclusive():
@@ -534,7 +535,7 @@ class Engine(Servable, Resumable, Updatable):
                 left = set(requests)
                 while left:
                     with self._compute():
-                        self._core.advance()
+                        self._advance_cores()
                     failed = [request for request in news if request.error]
                     for request, token in collect_tokens(news):
                         if token is None:

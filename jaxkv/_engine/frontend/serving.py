@@ -18,6 +18,7 @@ from jaxkv._engine.frontend.engine_lock import EngineBusy
 from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.frontend.metrics import Latencies
 from jaxkv._engine.hosts.prefill_server import PrefillServer
+from jaxkv._engine.programs.step_rows import is_of_hook
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.waiting import call_all, collect_tokens, wait_until
 
@@ -149,6 +150,9 @@ class Servable(Closable):
                 self._advance()
         except EngineBusy:
             return False
+        except Exception as error:
+            if not is_of_hook(error):  # else the requests that it ends say so
+                raise
         return True
 
     def wait(self, timeout: float | None = None) -> None:
@@ -217,9 +221,24 @@ class Servable(Closable):
             with jax.profiler.StepTraceAnnotation(
                 "jaxkv.step", step_num=sum(core.runner.steps for core in self._cores)
             ):
-                self._core.advance()
+                self._advance_cores()
         finally:
             self._deliver()
+
+    def _advance_cores(self) -> None:
+        """Sends a step, and reads the one before. An error of a hook ends the requests of its step."""
+        try:
+            self._core.advance()
+        except Exception as error:
+            if is_of_hook(error) and threading.current_thread() is not self._server:  # which ends them itself
+                self._core.cancel(self._list_running(), error)
+                with contextlib.suppress(CacheError):  # the next step says so
+                    self._core.tidy()
+            raise
+
+    def _list_running(self) -> list[Request]:
+        """Returns the samples that have a row."""
+        return [sequence.request.origin for core in self._cores for sequence in core.scheduler.running]
 
     def _deliver(self) -> None:
         for request in list(self._reader.news):
@@ -256,10 +275,9 @@ class Servable(Closable):
         """Ends the requests in whose step an error was raised; the others go on, in an empty cache if it was lost."""
         logger.error("a step has failed", exc_info=error)
         is_lost = isinstance(error, CacheError)
-        running = [sequence.request for core in self._cores for sequence in core.scheduler.running]
         # If it is nobody's, it is everybody's: no step may fail for ever.
-        failed = [] if is_lost else running or [request for core in self._cores for request in core.open]
-        self._core.cancel([request.origin for request in failed], error)
+        failed = self._list_running() or [request.origin for core in self._cores for request in core.open]
+        self._core.cancel([] if is_lost else failed, error)
         with self._exclusive(is_brief=True):
             try:
                 self._core.tidy()

@@ -53,6 +53,7 @@ class Asked(NamedTuple):
 
 
 Hook = Callable[[jax.Array, StepRows], jax.Array]
+OF_HOOK = "It was raised by the engine's logits_hook."
 
 
 class StepMemory(NamedTuple):
@@ -126,14 +127,24 @@ def rows_so_far(tokens: jax.Array, lengths: jax.Array, asked: Asked) -> StepRows
 
 
 def apply_hook(hook: Hook, logits: jax.Array, rows: StepRows) -> jax.Array:
-    """Applies a hook to logits. Raises ValueError if the result is no logits."""
-    wanted = hook(logits, rows)
-    if getattr(wanted, "shape", None) != logits.shape:
-        raise ValueError(
-            f"logits_hook must return logits {list(logits.shape)}, as it is given, not "
-            f"{list(jnp.shape(wanted)) if hasattr(wanted, 'shape') else type(wanted).__name__}."
-        )
+    """Applies a hook to logits. Raises what it raises, with a note, and ValueError if it returns no logits."""
+    try:
+        wanted = hook(logits, rows)
+        if getattr(wanted, "shape", None) != logits.shape:
+            raise ValueError(
+                f"logits_hook must return logits {list(logits.shape)}, as it is given, not "
+                f"{list(jnp.shape(wanted)) if hasattr(wanted, 'shape') else type(wanted).__name__}."
+            )
+    except Exception as error:
+        if not is_of_hook(error):  # the same may be raised again
+            error.add_note(OF_HOOK)
+        raise
     return wanted.astype(jnp.float32)
+
+
+def is_of_hook(error: BaseException) -> bool:
+    """Tells whether a hook raised an error."""
+    return OF_HOOK in getattr(error, "__notes__", ())
 
 
 def column_of(
