@@ -1,7 +1,7 @@
 """Stop sequences of a request, as token ids or as text: where its output ends, and what of it may be shown already."""
 
 import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from jaxkv._core.config.validation import integer, show
@@ -22,11 +22,40 @@ class TokenizerLike(Protocol):
     def stream(self, prompt: Sequence[int]) -> TextStreamLike: ...
 
 
+class StopIndex:
+    """Stop sequences, tuples or strings, found in a time that depends on their lengths, hardly on their number."""
+
+    def __init__(self, stops: Sequence[Any]):
+        self._numbers = {stop: n for n, stop in reversed(list(enumerate(stops)))}  # of equal ones the first
+        self._lengths = sorted({len(stop) for stop in stops})
+        self._sorted, self._firsts = sorted(self._numbers), {stop[0] for stop in stops}
+        self.longest = max(self._lengths, default=0)
+
+    def find_ends(self, given: Any, scanned: int) -> Iterator[tuple[int, int, Any]]:
+        """Yields where stop sequences end in a sequence behind its first `scanned` items, their numbers and themselves,
+        in the order of their ends."""
+        for end in range(scanned + 1, len(given) + 1):
+            for length in self._lengths[: bisect.bisect_right(self._lengths, end)]:
+                if (number := self._numbers.get(stop := given[end - length : end])) is not None:
+                    yield end, number, stop
+
+    def count_partial_match(self, given: Any) -> int:
+        """Returns how much of the end of a sequence may be the beginning of a stop sequence: the most of any."""
+        for count in range(min(self.longest - 1, len(given)), 0, -1):
+            if given[-count] in self._firsts:
+                beginning = given[-count:]
+                behind = bisect.bisect_right(self._sorted, beginning)  # the first that may begin so and go on
+                if self._sorted[behind : behind + 1] and self._sorted[behind][:count] == beginning:
+                    return count
+        return 0
+
+
 class IdStops:
     """Stop sequences of token ids."""
 
     def __init__(self, stops: Collection[tuple[int, ...]]):
         self.stops = tuple(stops)
+        self._index = StopIndex(self.stops)
 
     def restart(self) -> None:
         """Forgets the output so far."""
@@ -34,15 +63,13 @@ class IdStops:
     def find(self, output: list[int], scanned: int) -> tuple[int, tuple[int, ...]] | None:
         """Returns how many tokens come before the first stop sequence that ends behind `scanned` tokens, and the stop
         sequence; None: there is none."""
-        for end in range(scanned + 1, len(output) + 1):
-            for stop in self.stops:
-                if len(stop) <= end and tuple(output[end - len(stop) : end]) == stop:
-                    return end - len(stop), stop
-        return None
+        first = max(scanned - self._index.longest, 0)
+        found = min(self._index.find_ends(tuple(output[first:]), scanned - first), default=None)
+        return None if found is None else (first + found[0] - len(found[2]), found[2])
 
     def count_safe(self, output: list[int]) -> int:
         """Returns how many tokens can be shown: the others may be the beginning of a stop sequence."""
-        return len(output) - _count_partial_match(tuple(output[-max(map(len, self.stops)) :]), self.stops)
+        return len(output) - self._index.count_partial_match(tuple(output[-self._index.longest :]))
 
 
 class TextStops:
@@ -50,6 +77,7 @@ class TextStops:
 
     def __init__(self, stops: Collection[str], tokenizer: TokenizerLike, prompt: Sequence[int]):
         self.stops, self._tokenizer, self._prompt = tuple(stops), tokenizer, prompt
+        self._index = StopIndex(self.stops)
         self._soundness = Soundness(is_kept=False)
         self._ends: list[int] = []  # after each token, the length of the text
         self._follow([])
@@ -94,8 +122,8 @@ class TextStops:
     def find(self, output: list[int], scanned: int) -> tuple[int, str] | None:
         """Returns how many tokens come before the first stop string, and the string; None: there is none."""
         text = self._text(output)
-        begin = (self._ends[scanned - 1] if scanned else 0) - max(map(len, self.stops), default=0)
-        found = [(at, stop) for stop in self.stops if (at := text.find(stop, max(begin, 0))) >= 0]
+        ends = self._index.find_ends(text, self._ends[scanned - 1] if scanned else 0)
+        found = [(end - len(stop), stop) for end, _, stop in ends]
         if not found:
             return None
         at, stop = min(found)
@@ -109,7 +137,7 @@ class TextStops:
 
     def show(self, text: str) -> str:
         """Returns what of a text can be shown: the rest may be the beginning of a stop string."""
-        return text[: len(text) - _count_partial_match(text, self.stops)]
+        return text[: len(text) - self._index.count_partial_match(text)]
 
     def read_text(self, output: list[int], *, is_whole: bool, stop: Any = None) -> str:
         """Returns the text of the output as far as it can be shown, without the stop string that ended it."""
@@ -120,17 +148,6 @@ class TextStops:
 
 
 Stops = IdStops | TextStops
-
-
-def _count_partial_match(tail: Any, stops: Collection[Any]) -> int:
-    """Returns how much of the end of a sequence may be the beginning of a stop sequence: the most of any."""
-    longest = 0
-    for stop in stops:
-        for count in range(min(len(stop) - 1, len(tail)), longest, -1):
-            if tail[-count:] == stop[:count]:
-                longest = count
-                break
-    return longest
 
 
 class StopSearch:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from checksum_model import VOCAB
+from nightly import NIGHTLY
 from served import COUNT, PROMPT, SIZES, WAYS
 
 import jaxkv
@@ -85,6 +86,26 @@ def test_stops_survive_an_interrupted_call():
     assert text.find([1, 2, 3, 4], 1) == (1, "cd")
     for is_whole, shown in ((False, "b"), (True, "bc")):
         assert TextStops(["cd"], Letters(), []).read_text([1, 2], is_whole=is_whole) == shown
+
+
+def test_many_stops_are_found_as_few_are():
+    """Against every stop at every place: ends, what stands before them, and what may be the beginning of one."""
+    draw, letters = random.Random(3), Letters()
+    assert IdStops([(2,), (1, 2), (2,)]).find([1, 2], 0) == (1, (2,)), "of those that end together the first given"
+    for _ in range(300 if NIGHTLY else 60):
+        given = [tuple(draw.choices(range(3), k=draw.randint(1, 5))) for _ in range(draw.choice((1, 3, 30)))]
+        output = draw.choices(range(3), k=draw.randint(1, 12))
+        ends = [(end, n) for end in range(1, len(output) + 1) for n, stop in enumerate(given)
+                if tuple(output[max(end - len(stop), 0) : end]) == stop]  # fmt: skip
+        scanned = draw.randrange(min(ends, default=(len(output) + 1,))[0])  # nothing has ended there
+        found = min(ends, default=None)
+        assert IdStops(given).find(output, scanned) == (found and (found[0] - len(given[found[1]]), given[found[1]]))
+        halves = [n for stop in given for n in range(1, len(stop)) if tuple(output[-n:]) == stop[:n]]
+        assert IdStops(given).count_safe(output) == len(output) - max(halves, default=0)
+        texts, text = [letters.decode(stop) for stop in given], letters.decode(output)
+        begins = [(end - len(given[n]), texts[n]) for end, n in ends]
+        assert TextStops(texts, letters, []).find(output, scanned) == min(begins, default=None)
+        assert TextStops(texts, letters, []).show(text) == text[: len(text) - max(halves, default=0)]
 
 
 def test_saved_with_their_stops(model, lone, tmp_path):
