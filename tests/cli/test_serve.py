@@ -22,8 +22,9 @@ import jaxkv
 import jaxkv.text
 from jaxkv import models
 from jaxkv._cli.http import serve
+from jaxkv._cli.http.answers import finish
+from jaxkv._cli.http.app import make_app
 from jaxkv._cli.http.openai_format import MOST_LOGPROBS, ChatCompletion, Completion, read_options
-from jaxkv._cli.http.serve import finish, make_app
 from jaxkv._cli.main import main
 
 uvicorn = pytest.importorskip("uvicorn", reason="the extra 'serve' is not installed")
