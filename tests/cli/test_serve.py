@@ -526,10 +526,35 @@ def test_more_than_can_ever_wait_is_no_matter_of_waiting(served):
     assert len(httpx.post(served[2] + "/v1/completions", json=body, timeout=60).json()["choices"]) == 44
 
 
-def test_health_and_metrics(served):
+def test_health_and_metrics(served, client):
+    ask(client, QUESTIONS[0], max_tokens=2)
     assert httpx.get(served[2] + "/health").text == "ok"
     text = httpx.get(served[2] + "/metrics").text
     assert "jaxkv_tokens_total" in text and 'jaxkv_first_token_seconds{quantile="0.5"}' in text
+
+
+def test_metrics_hold_nobody_up_while_a_step_is_under_way(served):
+    """They come between two steps, of which some compile for a minute."""
+    engine, _, url = served
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def hold(request, token):
+        is_held.set()
+        may_go_on.wait(60)
+
+    request = engine.submit([1], 1, eos=(), on_token=hold)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        try:
+            assert is_held.wait(60)
+            metrics = threads.submit(httpx.get, url + "/metrics", timeout=60)
+            for _ in range(5):  # before and after that is asked for
+                assert httpx.get(url + "/health", timeout=20).text == "ok"
+                concurrent.futures.wait([metrics], timeout=0.1)
+            assert not metrics.done()
+        finally:
+            may_go_on.set()
+        assert "jaxkv_tokens_total" in metrics.result(60).text
+    assert len(request.result(60)) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

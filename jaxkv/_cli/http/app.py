@@ -111,12 +111,15 @@ def make_app(
 
         return endpoint
 
+    async def measure(http: Any) -> Any:
+        return PlainTextResponse(await asyncio.to_thread(engine.metrics_text))  # which waits for the step under way
+
     models = [{"id": name, "object": "model", "owned_by": "jaxkv"} for name in names]
     routes = [
         Route("/v1/chat/completions", functools.partial(complete, ChatCompletion), methods=["POST"]),
         Route("/v1/completions", functools.partial(complete, Completion), methods=["POST"]),
         Route("/v1/models", respond(lambda: JSONResponse({"object": "list", "data": models}))),
-        Route("/metrics", respond(lambda: PlainTextResponse(engine.metrics_text()))),
+        Route("/metrics", measure),
         Route(
             "/health",
             respond(lambda: PlainTextResponse("ok" if engine.is_served else "", 200 if engine.is_served else 503)),
