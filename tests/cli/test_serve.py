@@ -129,6 +129,30 @@ def test_a_stream_is_told_what_there_is(served, client, expected, monkeypatch):
     assert shown == expected(QUESTIONS[0], 20) != half != "" and waits == [True]
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_usage_in_a_stream(served, path):
+    """A field of all chunks where it is asked for, null but in the last; with vLLM's switch it counts on."""
+    said = {"messages": [{"role": "user", "content": "?"}]} if path.startswith("chat") else {"prompt": ["?", "!"]}
+    body = {**said, "max_tokens": 6, "stream": True, "ignore_eos": True}
+
+    def read(**options):
+        found = httpx.post(f"{served[2]}/v1/{path}", json=body | {"stream_options": options}).text
+        return [json.loads(line.removeprefix("data: ")) for line in found.split("\n\n")[:-2]]
+
+    assert not any("usage" in chunk for chunk in read(include_usage=False))
+    *chunks, last = read(include_usage=True)
+    assert chunks and all(chunk["usage"] is None for chunk in chunks)
+    count = 6 * len(chunks[0]["choices"]) * len(said.get("prompt", "?"))
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == count
+    *chunks, again = read(include_usage=True, continuous_usage_stats=True)
+    assert again["usage"] == last["usage"]
+    own = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == 0]
+    counts = [usage["completion_tokens"] for usage in own]
+    assert counts == sorted(counts) and counts[-1] == 6
+    assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in own)
+    assert {usage["prompt_tokens"] for usage in own} == {last["usage"]["prompt_tokens"] // len(said.get("prompt", "?"))}
+
+
 def test_stops_samples_and_log_probabilities(client, expected):
     whole = expected(QUESTIONS[0], 20)
     stop = whole[8:10]

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from jaxkv._cli.http.openai_format import ChatCompletion, Completion, count_usage, finish_reason
+from jaxkv._cli.http.openai_format import ChatCompletion, Completion, count_usage, describe_usage, finish_reason
 
 CLOSING = "The server is closing, before the answer has ended."
 
@@ -27,16 +27,24 @@ async def finish(requests: Sequence[Any], http: Any) -> bool:
 
 
 async def stream_answer(
-    requests: Sequence[Any], form: ChatCompletion | Completion, head: dict[str, Any], with_usage: bool
+    requests: Sequence[Any], form: ChatCompletion | Completion, head: dict[str, Any], options: dict[str, Any]
 ) -> AsyncIterator[str]:
-    """Yields server-sent events: the text of each sample as it becomes certain, then why it ended."""
+    """Yields server-sent events: the text of each sample as it becomes certain, then why it ended.
+
+    Args:
+      options: OpenAI's `stream_options`: with `include_usage` the last event counts tokens, and with vLLM's
+        `continuous_usage_stats` each one those of its own choice so far.
+    """
     events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+    with_usage, is_continuous = options.get("include_usage"), options.get("continuous_usage_stats")
 
     async def follow(index: int, request: Any, sample: Any) -> None:
         shown = told = 0
 
-        def put(choice: dict[str, Any], reason: str | None = None, **more: Any) -> None:
-            events.put_nowait({"index": index, **choice, "finish_reason": reason, **more})
+        def put(choice: dict[str, Any], reason: str | None = None) -> None:
+            usage = describe_usage(len(request.prompt), len(sample.output)) if is_continuous else None
+            chunk = head | {"choices": [{"index": index, **choice, "finish_reason": reason}]}
+            events.put_nowait(chunk | ({"usage": usage} if with_usage else {}))
 
         if (first := form.first_chunk(request.prompt)) is not None:
             put(first)
@@ -45,8 +53,10 @@ async def stream_answer(
                 if len(sample.text) > shown:
                     piece, shown = sample.text[shown:], len(sample.text)
                     put(form.chunk(piece, sample, told, told := len(sample.tokens)))
-        error = sample.error or (CLOSING if sample.ended == "cancelled" else None)
-        put(form.chunk(sample.text[shown:], sample, told, None), finish_reason(sample), error=error)
+        if error := sample.error or (CLOSING if sample.ended == "cancelled" else None):
+            events.put_nowait({"error": {"message": error, "type": "server_error"}})
+        else:
+            put(form.chunk(sample.text[shown:], sample, told, None), finish_reason(sample))
         events.put_nowait(None)
 
     pairs = list_samples(requests)
@@ -54,13 +64,10 @@ async def stream_answer(
     try:
         left = len(tasks)
         while left:
-            choice = await events.get()
-            if choice is None:
+            if (event := await events.get()) is None:
                 left -= 1
-            elif error := choice.pop("error", None):
-                yield _event({"error": {"message": error, "type": "server_error"}})
             else:
-                yield _event(head | {"choices": [choice]})
+                yield _event(event)
         if with_usage:
             yield _event(head | {"choices": [], "usage": count_usage(requests)})
         yield "data: [DONE]\n\n"

@@ -85,8 +85,8 @@ def make_app(
             raise
         head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": wanted or names[0]}
         if body.get("stream"):
-            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            events = stream_answer(requests, form, head | {"object": form.chunk_object}, with_usage)
+            head |= {"object": form.chunk_object}
+            events = stream_answer(requests, form, head, body.get("stream_options") or {})
             return StreamingResponse(events, media_type="text/event-stream")
         if not await finish(requests, http):
             return PlainTextResponse("The client has gone.", 499)

@@ -261,6 +261,10 @@ def count_usage(requests: Sequence[Any]) -> dict[str, int]:
     """Counts the tokens of the prompts and of all samples, those of stop sequences too."""
     prompt = sum(len(request.prompt) for request in requests)
     output = sum(len(sample.output) for request in requests for sample in request.samples)
+    return describe_usage(prompt, output)
+
+
+def describe_usage(prompt: int, output: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
