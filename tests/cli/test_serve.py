@@ -282,7 +282,7 @@ def test_echo_gives_the_prompts_log_probabilities(served, client):
         count = len(tokens)
         assert own.token_logprobs[0] is None and own.top_logprobs[:count] == [None] * count
         assert own.token_logprobs[1:count] == pytest.approx(scored.prompt_logprobs.tolist(), abs=1e-5)
-        assert all(len(best) <= 2 for best in own.top_logprobs[count:]) and len(own.tokens) == len(own.text_offset)
+        assert all(len(best) <= 3 for best in own.top_logprobs[count:]) and len(own.tokens) == len(own.text_offset)
         assert "".join(own.tokens[:count]) == text.decode(tokens, special=True)
     alone = client.completions.create(model="tiny", prompt=tokens, max_tokens=0, logprobs=0, echo=True).choices[0]
     assert alone.logprobs.token_logprobs[1:] == pytest.approx(scored.prompt_logprobs.tolist(), abs=1e-5)
@@ -389,12 +389,24 @@ def test_bytes_of_half_a_character_are_its_own(served, client):
     tokens = found.tokens[: len(prompt)]
     assert tokens == [f"bytes:\\x{byte:02x}" for byte in "東京".encode()]
     assert found.text_offset[: len(prompt)] == [0, 0, 0, 1, 1, 1]
-    assert all(len(best) == 2 for best in found.top_logprobs[len(prompt) :]), "none hides another"
+    chosen = list(zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True))[len(prompt) :]
+    for token, logprob, best in chosen:  # none hides another
+        assert best[token] == logprob and len(best) == 3 - (logprob >= sorted(best.values())[-2])
     logprobs = dict(max_tokens=30, temperature=1.0, seed=3, logprobs=True, top_logprobs=2)
     choice = ask(client, QUESTIONS[1], **logprobs).choices[0]
     assert any("\ufffd" in token.token for token in choice.logprobs.content)
     whole = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
     assert whole.decode(errors="replace").rstrip("\ufffd") == choice.message.content.rstrip("\ufffd")
+
+
+def test_the_chosen_token_is_among_the_likeliest(client):
+    """As OpenAI has it: up to one more than were asked for."""
+    for count in (0, 1):
+        options = dict(prompt="abc", max_tokens=20, temperature=2.0, seed=1, logprobs=count)
+        found = client.completions.create(model="tiny", **options).choices[0].logprobs
+        for token, logprob, best in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+            assert best[token] == logprob and len(best) == 1 + (count == 1 and logprob < max(best.values()))
+        assert max(map(len, found.top_logprobs)) == 1 + count
 
 
 def test_offsets_of_a_stream_go_on(served, client):

@@ -172,7 +172,7 @@ class Completion:
             rows += [(token, logprob, None) for token, logprob in zip(request.prompt, own, strict=True)]
         for token, found in zip(sample.tokens[begin:end], sample.logprobs[begin:end], strict=False):
             best = {self._write(other): logprob for other, logprob in _likeliest(found, self.num_logprobs)}
-            rows.append((token, found[token], best))
+            rows.append((token, found[token], best | {self._write(token): found[token]}))  # as OpenAI's
         length, offsets = self._lengths.setdefault(id(sample), _TextLength()), []
         for token, _, _ in rows:
             offsets.append(length.count)
