@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import functools
 import gc
 import json
 import os
@@ -127,6 +128,25 @@ def test_a_stream_is_told_what_there_is(served, client, expected, monkeypatch):
         if shown.startswith(half):  # or one token more
             has_half.set()
     assert shown == expected(QUESTIONS[0], 20) != half != "" and waits == [True]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_what_has_stopped_an_answer_is_told(served, client, path):
+    """As vLLM's `stop_reason`: the stop string, the token of stop_token_ids, or nothing."""
+    engine, text, url = served
+    said = {"messages": [{"role": "user", "content": QUESTIONS[0]}]} if path.startswith("chat") else {"prompt": "abc"}
+    body = said | {"max_tokens": 12, "logprobs": True if path.startswith("chat") else 1}
+    ask_again = functools.partial(httpx.post, f"{url}/v1/{path}", timeout=60)
+    choice = ask_again(json=body).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+    whole = choice["message"]["content"] if path.startswith("chat") else choice["text"]
+    prompt = text.chat(said["messages"]) if path.startswith("chat") else text.encode("abc")
+    token = engine.submit(prompt, 3, eos=()).result(60)[2]
+    for given, reason in (({"stop": ["?!", whole[4:6]]}, whole[4:6]), ({"stop_token_ids": [token]}, token)):
+        choice = ask_again(json=body | given).json()["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
+        events = ask_again(json=body | given | {"stream": True}).text.split("\n\n")
+        assert json.loads(events[-3].removeprefix("data: "))["choices"][0]["stop_reason"] == reason
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
@@ -567,6 +587,15 @@ def test_health_and_metrics(served, client):
     assert httpx.get(served[2] + "/health").text == "ok"
     text = httpx.get(served[2] + "/metrics").text
     assert "jaxkv_tokens_total" in text and 'jaxkv_first_token_seconds{quantile="0.5"}' in text
+
+
+def test_models_say_how_long_a_sequence_is(served, client):
+    """As vLLM's, by `max_model_len`; a request that names none gets the only one."""
+    (model,) = client.models.list()
+    assert model.object == "model" and 0 <= time.time() - model.created < 10_000 and model.max_model_len == 256
+    for name in (None, ""):
+        found = httpx.post(served[2] + "/v1/completions", json={"model": name, "prompt": "?", "max_tokens": 1})
+        assert found.json()["model"] == "tiny"
 
 
 def test_metrics_hold_nobody_up_while_a_step_is_under_way(served):

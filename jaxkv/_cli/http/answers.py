@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from jaxkv._cli.http.openai_format import ChatCompletion, Completion, count_usage, describe_usage, finish_reason
+from jaxkv._cli.http.openai_format import ChatCompletion, Completion, count_usage, describe_end, describe_usage
 
 CLOSING = "The server is closing, before the answer has ended."
 
@@ -41,9 +41,9 @@ async def stream_answer(
     async def follow(index: int, request: Any, sample: Any) -> None:
         shown = told = 0
 
-        def put(choice: dict[str, Any], reason: str | None = None) -> None:
+        def put(choice: dict[str, Any]) -> None:
             usage = describe_usage(len(request.prompt), len(sample.output)) if is_continuous else None
-            chunk = head | {"choices": [{"index": index, **choice, "finish_reason": reason}]}
+            chunk = head | {"choices": [{"index": index, "finish_reason": None, **choice}]}
             events.put_nowait(chunk | ({"usage": usage} if with_usage else {}))
 
         if (first := form.first_chunk(request.prompt)) is not None:
@@ -56,7 +56,7 @@ async def stream_answer(
         if error := sample.error or (CLOSING if sample.ended == "cancelled" else None):
             events.put_nowait({"error": {"message": error, "type": "server_error"}})
         else:
-            put(form.chunk(sample.text[shown:], sample, told, None), finish_reason(sample))
+            put(form.chunk(sample.text[shown:], sample, told, None) | describe_end(sample))
         events.put_nowait(None)
 
     pairs = list_samples(requests)

@@ -17,7 +17,7 @@ from jaxkv._cli.http.openai_format import (
     Completion,
     check_count,
     count_usage,
-    finish_reason,
+    describe_end,
     read_options,
 )
 
@@ -62,7 +62,7 @@ def make_app(
             body = read_json(given)
             if not isinstance(body, dict):
                 raise ValueError("The body must be a JSON object.")
-            if (wanted := body.get("model")) not in (None, *names):
+            if (wanted := body.get("model")) not in (None, "", *names):
                 return _refusal(JSONResponse, 404, "not_found_error", _describe_names(wanted, names))
             form = kind(body, text)
             options = read_options(body, defaults, form.default_tokens or most_tokens) | form.options()
@@ -96,7 +96,7 @@ def make_app(
         if any(sample.ended == "cancelled" for _, sample in pairs):
             return _refusal(JSONResponse, 503, "server_error", CLOSING)
         choices = [
-            {"index": i, **form.choice(request, sample), "finish_reason": finish_reason(sample)}
+            {"index": i, **form.choice(request, sample), **describe_end(sample)}
             for i, (request, sample) in enumerate(pairs)
         ]
         return JSONResponse(head | {"object": form.object, "choices": choices, "usage": count_usage(requests)})
@@ -114,7 +114,8 @@ def make_app(
     async def measure(http: Any) -> Any:
         return PlainTextResponse(await asyncio.to_thread(engine.metrics_text))  # which waits for the step under way
 
-    models = [{"id": name, "object": "model", "owned_by": "jaxkv"} for name in names]
+    facts = {"object": "model", "created": int(time.time()), "owned_by": "jaxkv"}
+    models = [{"id": name, **facts, "max_model_len": engine.config.max_seq_len} for name in names]
     routes = [
         Route("/v1/chat/completions", functools.partial(complete, ChatCompletion), methods=["POST"]),
         Route("/v1/completions", functools.partial(complete, Completion), methods=["POST"]),

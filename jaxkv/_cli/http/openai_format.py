@@ -252,9 +252,11 @@ def check_count(prompts: Sequence[Any], options: dict[str, Any], most: int | Non
         )
 
 
-def finish_reason(sample: Any) -> str:
-    """Returns why a sample ended, in OpenAI's words."""
-    return {"eos": "stop", "stop": "stop"}.get(sample.ended, "length")
+def describe_end(sample: Any) -> dict[str, Any]:
+    """Returns why a sample ended, in OpenAI's words, and the stop string or token, as vLLM does."""
+    match = sample.stop_sequence
+    reason = {"eos": "stop", "stop": "stop"}.get(sample.ended, "length")
+    return {"finish_reason": reason, "stop_reason": match[0] if isinstance(match, tuple) else match}
 
 
 def count_usage(requests: Sequence[Any]) -> dict[str, int]:
