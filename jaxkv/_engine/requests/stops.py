@@ -139,11 +139,11 @@ class TextStops:
         """Returns what of a text can be shown: the rest may be the beginning of a stop string."""
         return text[: len(text) - self._index.count_partial_match(text)]
 
-    def read_text(self, output: list[int], *, is_whole: bool, stop: Any = None) -> str:
-        """Returns the text of the output as far as it can be shown, without the stop string that ended it."""
+    def read_text(self, output: list[int], *, is_whole: bool, stop: Any = None, is_included: bool = False) -> str:
+        """Returns the text of the output as far as it can be shown, up to the stop string that ended it, or with it."""
         text = self._text(output)
         if isinstance(stop, str) and stop in text:
-            return text[: text.index(stop)]
+            return text[: text.index(stop) + (len(stop) if is_included else 0)]
         return text if is_whole else self.show(text)
 
 
@@ -186,14 +186,16 @@ class StopSearch:
 
     def settle_text(self, output: list[int], *, is_whole: bool) -> None:
         """Decodes the text of what can be shown; `is_whole` tells that no more tokens come."""
-        stop, end = None if self.is_included else self.match, len(output)
-        if isinstance(stop, tuple):
+        end = len(output)
+        if isinstance(self.match, tuple):
             end = self.num_safe
         elif not is_whole:
             end = min((s.count_safe(output) for s in self.stops if isinstance(s, IdStops)), default=end)
         for stops in self.stops:
             if isinstance(stops, TextStops):
-                self.text = stops.read_text(output[:end], is_whole=is_whole, stop=stop)
+                self.text = stops.read_text(
+                    output[:end], is_whole=is_whole, stop=self.match, is_included=self.is_included
+                )
 
 
 def read_stops(stop: Any, tokenizer: TokenizerLike | None, prompt: Sequence[int]) -> list[Stops]:

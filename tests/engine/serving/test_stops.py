@@ -75,6 +75,24 @@ def test_stop_strings(model, lone):
         assert letters.decode(kept.result()) == kept.text == text[: text.index(text[3:6]) + 3]
 
 
+class Pairs(Letters):
+    """A tokenizer of which each token is two letters."""
+
+    def decode(self, tokens, special=False):
+        return "".join(2 * super(Pairs, self).decode([token]) for token in tokens)
+
+
+def test_a_stop_string_that_ends_within_a_token(model, lone):
+    """What comes behind it in the token is not part of the text, even where the stop string is."""
+    output, pairs = lone(PROMPT, COUNT), Pairs()
+    text = pairs.decode(output)
+    with jaxkv.Engine(model, **SIZES) as engine:
+        for is_kept in (False, True):
+            request = engine.submit(PROMPT, COUNT, stop=text[6:9], tokenizer=pairs, include_stop=is_kept)
+            request.result()
+            assert request.text == text[: 9 if is_kept else 6] and request.tokens == output[: 5 if is_kept else 3]
+
+
 def test_stops_survive_an_interrupted_call():
     """What was not looked at the first time is the second time."""
     stops = IdStops([(1, 2), (2, 3)])
