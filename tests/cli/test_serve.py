@@ -444,6 +444,7 @@ def test_what_is_off_is_taken():
     assert read_options({"repetition_penalty": 1.0, "ignore_eos": False, "min_tokens": 0}, {}, 9) == {
         "max_new_tokens": 9
     }
+    assert read_options({"max_tokens": 10**30}, {}, 9)["max_new_tokens"] < 2**31, "as many as there is room for"
     several = {"stop": ["x" * 1024] * 128, "stop_token_ids": [5] * 128}
     assert len(read_options(several, {}, 9)["stop"]) == 256
     off = {"tool_choice": "auto", "function_call": "none", "skip_special_tokens": True, "modalities": ["text"]}

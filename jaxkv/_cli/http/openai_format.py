@@ -11,6 +11,7 @@ MOST_STOPS, LONGEST_STOP = 128, 1024
 # Log-probabilities of a token, as OpenAI's. All requests that want some are computed with so many, by the programs that
 # the server compiled before it listened: another number would be a program of its own, for which all others wait.
 MOST_LOGPROBS = 20
+MOST_TOKENS = 2**31 - 1  # more than there is room for
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "priority")
 RENAMED = {"cache_salt": "salt", "include_stop_str_in_output": "include_stop"}  # what `Engine.submit` calls them
@@ -240,7 +241,7 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
         raise ValueError(f"{field} must be a whole number of tokens, not {count!r}.")
     if count == 0 and not (given.get("echo") and given.get("logprobs") is not None):
         raise ValueError(f"{field} must be at least 1, or 0 with echo and logprobs, which scores the prompt alone.")
-    return options | {"max_new_tokens": count}
+    return options | {"max_new_tokens": min(count, MOST_TOKENS)}
 
 
 def check_count(prompts: Sequence[Any], options: dict[str, Any], most: int | None) -> None:
