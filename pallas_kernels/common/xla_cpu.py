@@ -21,3 +21,9 @@ def stack_pair(first: jax.Array, second: jax.Array, axis: int) -> jax.Array:
     first, second = (jnp.expand_dims(x, axis) for x in (first, second))
     number = jnp.arange(2).reshape(2, *(1,) * (-1 - axis))
     return jnp.where(number == 0, first, second)
+
+
+def compute_once[T](x: T) -> T:
+    """Returns `x`, which XLA computes once on a CPU, before all that reads it: else it computes it again in each
+    fusion that reads it, which takes longer to compile and to run. Elsewhere XLA does as it likes."""
+    return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)

@@ -19,6 +19,7 @@ from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, St
 from pallas_kernels.common.quantization import widen_int8
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.shared_prefix import TOGETHER, WORTH_ROWS, Shared, queries_together
+from pallas_kernels.common.xla_cpu import compute_once
 from pallas_kernels.xla import int8_product, tile_reads, work_list
 from pallas_kernels.xla.tokens import attend_tokens
 
@@ -57,35 +58,39 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
         """The tiles of rows of at most so many tokens of this step, if they are read whole."""
         return None if together is not None or deterministic else work_list.tile_rows(inputs.q, kv, listed, most)
 
-    def attend(count: jax.Array, most: int) -> _Softmax:
+    def attend_at_once(count: jax.Array, tiling: work_list.Tiling) -> _Softmax:
+        """Attends for rows with at least one token and at most the tiling's queries."""
+        return _attend_at_once(inputs, rows._replace(query_lens=count), token, tiling, tuple(token_axes))
+
+    def attend(running: _Running, count: jax.Array, most: int) -> _Running:
         """Attends for rows with at least one and at most `most` tokens."""
-        asked = rows._replace(query_lens=count)
-        if (tiling := whole_tiles(most)) is not None:
-            return _attend_at_once(inputs, asked, token, tiling, tuple(token_axes))
         queries = (
             most if most == 1 else work_list.PREFILL_QUERIES if deterministic else min(work_list.PREFILL_QUERIES, most)
         )
         lanes = tables.shape[0] if most == 1 else min(tables.shape[0], num_tokens // 2) + num_tokens // queries
         tiling = work_list.choose_tiling(inputs.q, kv, listed, queries, deterministic)
-        if most == 1:  # lanes are rows, and padded tokens too
-            row, index = None if token_axes[1:] == [1] else token.row, None
-        else:
-            row, index = token.row, token.position - work_list.take(rows.first_position, token.row)
-        return _attend_tiles(inputs, asked, row, index, tiling, lanes, deterministic)
+        return _attend_tiles(inputs, rows._replace(query_lens=count), tiling, lanes, deterministic, running)
 
     longest = token_axes[-1]
-    if longest == 1 or whole_tiles(longest) is not None:
-        softmax = attend(rows.query_lens, longest)
+    if (tiling := whole_tiles(longest)) is not None:
+        softmax = attend_at_once(rows.query_lens, tiling)
+    elif longest == 1:
+        softmax = attend(_begin(inputs, rows, num_tokens), rows.query_lens, 1).select(num_tokens, num_heads)
     else:  # rows with one token of this step gain nothing from tiles of queries
         lone = rows.query_lens == 1
-        lone_rows, others = (
-            attend(jnp.where(lone, rows.query_lens, 0), 1),
-            attend(jnp.where(lone, 0, rows.query_lens), longest),
-        )
-        is_lone = work_list.take(lone, token.row)
-        softmax = jax.tree.map(
-            lambda a, b: jnp.where(jnp.expand_dims(is_lone, range(1, a.ndim)), a, b), lone_rows, others
-        )
+        lone_count, count = jnp.where(lone, rows.query_lens, 0), jnp.where(lone, 0, rows.query_lens)
+        # Behind the last token there is room for a tile that begins with it.
+        running = _begin(inputs, rows, num_tokens + work_list.PREFILL_QUERIES)
+        if (tiling := whole_tiles(1)) is None:  # loops go on with what the one before them has
+            running = attend(running, lone_count, 1)
+        softmax = attend(running, count, longest).select(num_tokens, num_heads)
+        if tiling is not None:
+            is_lone = work_list.take(lone, token.row)
+            softmax = jax.tree.map(
+                lambda a, b: jnp.where(jnp.expand_dims(is_lone, range(1, a.ndim)), a, b),
+                attend_at_once(lone_count, tiling),
+                softmax,
+            )
 
     softmax = softmax if together is None else _merge(together, softmax)
     top, values, total = softmax
@@ -123,47 +128,82 @@ class _Softmax(NamedTuple):
     total: jax.Array  # [..., H]: the sum of exp(logit - top)
 
 
+class _Running(NamedTuple):
+    """The softmaxes of a step's tokens while loops add to them. Tokens lie side by side in each KV head: a tile is a
+    window, which may reach into the tokens of the next rows. Those see nothing in the tile, and stay as they are."""
+
+    both: jax.Array  # f32[K, 2 * room * G]: tops, and behind them totals; each array of a loop is copied once a layer
+    values: jax.Array  # f32[K, room * G, D]
+
+    @property
+    def size(self) -> int:
+        """The number of tops of a KV head."""
+        return self.values.shape[1]
+
+    def select(self, num_tokens: int, num_heads: int) -> _Softmax:
+        """Returns the softmaxes of the first tokens."""
+        group = num_heads // self.values.shape[0]
+
+        def pick(x: jax.Array) -> jax.Array:  # [K, room * G, ...]
+            x = x.reshape(x.shape[0], -1, group, *x.shape[2:])[:, :num_tokens]
+            return jnp.moveaxis(x, 0, 1).reshape(num_tokens, num_heads, *x.shape[3:])
+
+        return _Softmax(pick(self.both[:, : self.size]), pick(self.values), pick(self.both[:, self.size :]))
+
+
+def _begin(inputs: _Inputs, rows: work_list.WorkRows, room: int) -> _Running:
+    """Returns the softmaxes of tokens that have seen nothing yet."""
+    num_heads, head_dim = inputs.q.shape[1:]
+    num_kv_heads = inputs.stored.kv.shape[2]
+    zero, size = tile_reads.zero_for(inputs, rows), room * (num_heads // num_kv_heads)
+    both = jnp.repeat(jnp.stack([zero + MASKED, zero]), size, total_repeat_length=2 * size)
+    return _Running(
+        jnp.broadcast_to(both, (num_kv_heads, 2 * size)),
+        jnp.broadcast_to(zero, (num_kv_heads, size, inputs.stored.value_dim(head_dim))),
+    )
+
+
 def _attend_tiles(
-    inputs: _Inputs, rows: work_list.WorkRows, row, index, tiling: work_list.Tiling, lanes: int, deterministic: bool
-) -> _Softmax:
-    """Returns the softmax of every token, `[tokens, H]`, of the rows whose `query_lens` is not 0. Tokens say in which
-    row they are, None: in one each; and which of its tokens they are, None: the only one."""
-    (num_heads, head_dim), num_kv_heads = inputs.q.shape[1:], inputs.stored.kv.shape[2]
+    inputs: _Inputs,
+    rows: work_list.WorkRows,
+    tiling: work_list.Tiling,
+    lanes: int,
+    deterministic: bool,
+    running: _Running,
+) -> _Running:
+    """Adds to the softmaxes of the tokens of rows whose `query_lens` is not 0. A tile's tokens lie side by side: with
+    `rows.order` at places of their own."""
+    num_heads, num_kv_heads = inputs.q.shape[1], inputs.stored.kv.shape[2]
+    group, size = num_heads // num_kv_heads, running.size
     work = work_list.plan(tiling, lanes, rows, inputs.tile_mask)
 
-    def step(i, made: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        both, values = made
+    def step(i, running: _Running) -> _Running:
+        both, values = running
         items = work_list.find_items(tiling, work, rows, i, inputs.tile_mask)
         seen = _read(inputs, items, tiling, tile_reads.read_queries(inputs.q, items, num_kv_heads))
-        lane, item_top = items.lane, seen.logits.max(axis=-1)
+        at, item_top = items.place[:, None] * group, seen.logits.max(axis=-1)
         if deterministic:
             item = _Softmax(item_top, *_weigh(seen, _finite(item_top), inputs.q.dtype))
-            merged = _merged_in_order(_Softmax(both[0], values, both[1]), lane, item)
-            return jnp.stack([merged.top, merged.total]), merged.values
-        # Items of a lane are neighbours, often in the same step: what the lane has is rescaled once, at the first one.
-        # That makes the bits depend on which items share a step; to be deterministic, each has a softmax of its own.
-        before, both = work_list.take(both[0], lane), both.at[0, lane].max(item_top)
-        reference = _finite(work_list.take(both[0], lane))
+            is_token = jnp.repeat(items.is_token, group, axis=1)[:, None]
+            return _merge_in_order(running, at[:, 0], item, is_token)
+        # Windows overlap: where items of a lane share a step, and where one reaches into the next row. So each token is
+        # rescaled to its top after the step, to the same number in all its windows, before sums are added. That makes
+        # the bits depend on which items share a step; to be deterministic, each has a softmax of its own.
+        read, update = tile_reads.read_windows, tile_reads.update_windows
+        top_at, total_at = compute_once((at, at + size))  # else each that reads or writes computes them
+        # Read before it is written: else XLA copies all that the loop carries.
+        before, both = compute_once((read(both, top_at, item_top), both))
+        both = update(jax.lax.scatter_max, both, top_at, item_top)
+        reference = compute_once(_finite(read(both, top_at, item_top)))
         sums, total = _weigh(seen, reference, inputs.q.dtype)
-        first = jnp.append(True, lane[1:] != lane[:-1])[:, None, None]
-        shrink = jnp.where(first, jnp.exp(before - reference), 1.0)
-        both = both.at[1, lane].multiply(shrink).at[1, lane].add(total)
-        return both, values.at[lane].multiply(shrink[..., None]).at[lane].add(sums)
+        shrink = jnp.exp(before - reference)
+        both = update(jax.lax.scatter, both, total_at, read(both, total_at, total) * shrink)
+        values = update(jax.lax.scatter, values, top_at, read(values, top_at, sums) * shrink[..., None])
+        return _Running(
+            update(jax.lax.scatter_add, both, total_at, total), update(jax.lax.scatter_add, values, top_at, sums)
+        )
 
-    width = inputs.stored.value_dim(head_dim)
-    shape = (lanes, num_kv_heads, tiling.queries * (num_heads // num_kv_heads))
-    zero = tile_reads.zero_for(inputs, rows)
-    # Tops and totals in one array: each array that a loop begins with is copied once a layer.
-    both = jnp.broadcast_to(jnp.stack([zero + MASKED, zero])[:, None, None, None], (2, *shape))
-    steps = work_list.cover(work.num_items, tiling.items)
-    (top, total), values = jax.lax.fori_loop(0, steps, step, (both, jnp.broadcast_to(zero, (*shape, width))))
-    softmax = _Softmax(top, values, total)
-
-    lane, place = row, None
-    if tiling.queries > 1:  # padding is counted from its row's first token too, and may lie before it
-        tile, place = work_list.parts(jnp.maximum(index, 0), tiling.queries)
-        lane = jnp.minimum(work_list.take(work.row_lane, row) + tile, lanes - 1)
-    return _select_tokens(softmax, tiling.queries, lane, place)
+    return jax.lax.fori_loop(0, work_list.cover(work.num_items, tiling.items), step, running)
 
 
 def _attend_at_once(
@@ -240,7 +280,7 @@ def _read(inputs: _Inputs, items: work_list.Items, tiling: work_list.Tiling, que
         values, value_scales = keys[..., :rank], read_scales(1) if stored.is_packed else None
     seen = jnp.repeat(items.seen, num_heads // num_kv_heads, axis=1)[:, None]
     # What is not seen may hold NaN, and 0 * NaN is NaN. For keys it is the logits that are selected, below.
-    visible = seen.any(axis=2)
+    visible = items.seen.any(axis=1)[:, None]
     if not are_finite:
         values = jnp.where(visible[..., None], values, 0)
     if value_scales is not None:
@@ -332,11 +372,11 @@ def _attend_together(
     )
     # All of it lies before the step's tokens, of which spans and trees speak.
     inputs = inputs._replace(tile_mask=tile_mask._replace(causal=False, spans=None, tree=None))
-    leader = jnp.clip(work_list.take(shared.leader, token.row), 0, rows.block_tables.shape[0] - 1)
-    softmax = _attend_tiles(
-        inputs, groups, leader, place - work_list.take(groups.query_starts, leader), tiling, lanes, False
-    )
-    is_in = place < place.shape[0]
+    num_tokens, num_heads = inputs.q.shape[:2]
+    running = _begin(inputs, rows, num_tokens + queries)
+    softmax = _attend_tiles(inputs, groups, tiling, lanes, False, running).select(num_tokens, num_heads)
+    softmax = jax.tree.map(lambda x: work_list.take(x, jnp.minimum(place, num_tokens - 1)), softmax)
+    is_in = place < num_tokens
     nothing = _Softmax(jnp.float32(MASKED), jnp.float32(0), jnp.float32(0))
     softmax = jax.tree.map(
         lambda x, none: jnp.where(jnp.expand_dims(is_in, range(1, x.ndim)), x, none), softmax, nothing
@@ -357,12 +397,26 @@ def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
     return _Softmax(top, *map(both, a[1:], b[1:]))
 
 
-def _merged_in_order(softmax: _Softmax, lane: jax.Array, items: _Softmax) -> _Softmax:
-    """Merges items into their lanes one after another, so that the result depends on their order alone. An item that
-    sees nothing changes no bit."""
+def _merge_in_order(running: _Running, at: jax.Array, items: _Softmax, is_token: jax.Array) -> _Running:
+    """Merges items into the windows `at` one after another, so that the result depends on their order alone. An item
+    that sees nothing changes no bit, nor do the places of a window that are no tokens of its item."""
 
-    def merge(j, softmax: _Softmax) -> _Softmax:
-        have, item = (jax.tree.map(lambda x, i=i: x[i], s) for s, i in ((softmax, lane[j]), (items, j)))
-        return jax.tree.map(lambda x, new: x.at[lane[j]].set(new), softmax, _merge(have, item))
+    def merge(j, running: _Running) -> _Running:
+        item, mine = jax.tree.map(lambda x: x[j], items), is_token[j]
+        (num_kv_heads, width), minor = item.top.shape, item.values.shape[2:]
+        top_at, total_at, values_at = (0, at[j]), (0, at[j] + running.size), (0, at[j], 0)
+        have = _Softmax(
+            jax.lax.dynamic_slice(running.both, top_at, (num_kv_heads, width)),
+            jax.lax.dynamic_slice(running.values, values_at, (num_kv_heads, width, *minor)),
+            jax.lax.dynamic_slice(running.both, total_at, (num_kv_heads, width)),
+        )
+        top, values, total = jax.tree.map(
+            lambda new, old: jnp.where(mine if new.ndim == 2 else mine[..., None], new, old), _merge(have, item), have
+        )
+        both = jax.lax.dynamic_update_slice(running.both, top, top_at)
+        return _Running(
+            jax.lax.dynamic_update_slice(both, total, total_at),
+            jax.lax.dynamic_update_slice(running.values, values, values_at),
+        )
 
-    return jax.lax.fori_loop(0, lane.shape[0], merge, softmax)
+    return jax.lax.fori_loop(0, at.shape[0], merge, running)

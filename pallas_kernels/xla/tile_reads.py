@@ -40,7 +40,7 @@ def zero_for(*trees: Any) -> jax.Array:
 
 def read_queries(x: jax.Array, items: Items, num_kv_heads: int) -> jax.Array:
     """Reads the items' queries from `x [tokens, H, ...]`, as `[items, K, queries * G, ...]`."""
-    return split_by_kv_head(x.at[items.token].get(mode="clip"), num_kv_heads)
+    return split_by_kv_head(x.at[items.token].get(mode="clip", wrap_negative_indices=False), num_kv_heads)
 
 
 def split_by_kv_head(x: jax.Array, num_kv_heads: int) -> jax.Array:
@@ -48,3 +48,20 @@ def split_by_kv_head(x: jax.Array, num_kv_heads: int) -> jax.Array:
     num_items, queries, num_heads, *minor = x.shape
     x = jnp.moveaxis(x.reshape(num_items, queries, num_kv_heads, num_heads // num_kv_heads, *minor), 2, 1)
     return x.reshape(num_items, num_kv_heads, queries * num_heads // num_kv_heads, *minor)
+
+
+def read_windows(x: jax.Array, start: jax.Array, like: jax.Array) -> jax.Array:
+    """Reads windows of `x [K, places, ...]`, which begin at places `i32[items, 1]`, in the shape of `like`."""
+    dimensions = jax.lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, like.ndim)), collapsed_slice_dims=(), start_index_map=(1,)
+    )
+    return jax.lax.gather(x, start, dimensions, like.shape[1:], mode="promise_in_bounds")
+
+
+def update_windows(update: Any, x: jax.Array, start: jax.Array, windows: jax.Array) -> jax.Array:
+    """Updates windows of `x [K, places, ...]`, which may overlap, by `windows [items, K, ...]`: sets them with
+    `jax.lax.scatter`, adds to them with `scatter_add`."""
+    dimensions = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(1, windows.ndim)), inserted_window_dims=(), scatter_dims_to_operand_dims=(1,)
+    )
+    return update(x, start, windows, dimensions, mode="promise_in_bounds")

@@ -15,6 +15,7 @@ from pallas_kernels.common.context_parallel import count_local_tokens, position_
 from pallas_kernels.common.ragged_layout import Tokens, default_offsets, locate
 from pallas_kernels.common.shared_prefix import Shared
 from pallas_kernels.common.tree_attention import Tree, climb
+from pallas_kernels.common.xla_cpu import compute_once
 
 # Found by experiment on two CPU cores, see benchmarks/NOTES.md. A step of the loop should be long enough that its fixed
 # costs do not show, and small enough to stay in cache. Many queries share one reading of their context; one alone gains
@@ -183,22 +184,23 @@ class Lane(NamedTuple):
     """What there is to know of lanes: of all, or of those that some items belong to. i32, one number for each."""
 
     row: jax.Array
-    first: jax.Array  # the lane's first token, counted from the row's
+    token: jax.Array  # the lane's first token
+    position: jax.Array  # of that token, if the row's tokens stand in order
+    num_tokens: jax.Array  # the row's tokens from the first on, which may be more than a tile has
     first_tile: jax.Array  # the first context tile that the lane sees
     begin: jax.Array  # the number of its first item
+    shift: jax.Array  # from an item's number to that of its tile
     # Of its row, as in `WorkRows`:
     first_position: jax.Array
     kv_lens: jax.Array
     query_starts: jax.Array
-    query_lens: jax.Array
 
 
 class WorkList(NamedTuple):
     """Lanes, row by row, and how many items there are up to and including each."""
 
-    lanes: jax.Array  # i32[lanes, fields of Lane]
+    lanes: jax.Array  # i32[lanes + 1, fields of Lane]
     ends: jax.Array  # i32[lanes]
-    row_lane: jax.Array  # i32[S]: each row's first lane
 
     @property
     def num_items(self) -> jax.Array:
@@ -218,7 +220,7 @@ def plan(tiling: Tiling, lanes: int, rows: WorkRows, tile_mask: TileMask) -> Wor
         place = jnp.arange(1, tile_mask.blocks.shape[1] + 1, dtype=jnp.int32)
         columns.append(jnp.max(jnp.where(tile_mask.blocks >= 0, place[None], 0), axis=1, initial=0))
     if tiling.queries == 1:  # of rows of one token the lanes are the rows: nothing needs looking up
-        row = row_lane = jnp.arange(rows.query_lens.shape[0], dtype=jnp.int32)
+        row = jnp.arange(rows.query_lens.shape[0], dtype=jnp.int32)
         first, is_used = jnp.zeros_like(row), rows.query_lens > 0
     else:
         lane = jnp.arange(lanes, dtype=jnp.int32)
@@ -251,8 +253,11 @@ def plan(tiling: Tiling, lanes: int, rows: WorkRows, tile_mask: TileMask) -> Wor
         num_tiles += sink_tiles
     num_tiles = jnp.where(is_used, num_tiles, 0)
     ends = jnp.cumsum(num_tiles)
-    known = Lane(row, first, first_tile, ends - num_tiles, before, end, start, count)
-    return WorkList(jnp.stack(known, axis=1), ends, row_lane)
+    begin = ends - num_tiles
+    of_token = row, start + first, before + first, count - first
+    known = Lane(*of_token, first_tile, begin, first_tile - begin, before, end, start)
+    # Behind the last lane stands that of items beyond the end of the list, which has no token.
+    return WorkList(jnp.pad(jnp.stack(known, axis=1), ((0, 1), (0, 0))), ends)
 
 
 def _oldest_seen(position: jax.Array, tile_mask: TileMask) -> jax.Array | None:
@@ -265,8 +270,9 @@ def _oldest_seen(position: jax.Array, tile_mask: TileMask) -> jax.Array | None:
 class Items(NamedTuple):
     """The items of one step of the loop."""
 
-    lane: jax.Array  # i32[items]
     token: jax.Array  # i32[items, queries]: in range also for padding
+    is_token: jax.Array  # bool[items, queries]: False for padding
+    place: jax.Array  # i32[items]: of the first token among the step's tokens, or in `WorkRows.order`
     block: jax.Array  # i32[items, pieces]: physical; may be out of range, as the table may be
     offset: jax.Array  # i32[items, pieces]: of the run in its block
     seen: jax.Array  # bool[items, queries, pieces * run]: may the query see the place?
@@ -274,29 +280,25 @@ class Items(NamedTuple):
 
 
 def find_items(tiling: Tiling, work: WorkList, rows: WorkRows, step, tile_mask: TileMask) -> Items:
-    """The items number `step * tiling.items` and on. Those beyond the end of the list see nothing."""
+    """The items number `step * tiling.items` and on. Those beyond the end of the list have no token."""
     item = step * tiling.items + jnp.arange(tiling.items, dtype=jnp.int32)
     number = jnp.searchsorted(work.ends, item, side="right", method="compare_all").astype(jnp.int32)
-    number = jnp.minimum(number, work.ends.shape[0] - 1)
     lane = Lane(*(x[:, None] for x in jnp.unstack(take(work.lanes, number), axis=1)))
-    nth_tile = item[:, None] - lane.begin
-    tile = lane.first_tile + nth_tile
+    tile = item[:, None] + lane.shift
     if (sink_tiles := tile_mask.sink_tiles(tiling, rows, lane.first_tile)) is not None:
+        nth_tile = item[:, None] - lane.begin
         tile = jnp.where(nth_tile < sink_tiles, nth_tile, tile - sink_tiles)
-
-    items = _see(tiling, rows, tile_mask, lane, tile)
-    return items._replace(lane=number, seen=items.seen & (item < work.num_items)[:, None, None])
+    return _see(tiling, rows, tile_mask, lane, tile)
 
 
 def whole_rows(tiling: Tiling, rows: WorkRows, tile_mask: TileMask) -> Items:
     """An item for each row: all its queries, and all that its table could hold. It needs no work list."""
     number = jnp.arange(rows.block_tables.shape[0], dtype=jnp.int32)
     nothing = jnp.zeros_like(number)
-    known = Lane(
-        number, nothing, nothing, nothing, rows.first_position, rows.kv_lens, rows.query_starts, rows.query_lens
-    )
+    start, before = rows.query_starts, rows.first_position
+    known = Lane(number, start, before, rows.query_lens, nothing, nothing, nothing, before, rows.kv_lens, start)
     lane = Lane(*(x[:, None] for x in known))
-    return _see(tiling, rows, tile_mask, lane, jnp.zeros((1, 1), jnp.int32), whole=True)._replace(lane=number)
+    return _see(tiling, rows, tile_mask, lane, jnp.zeros((1, 1), jnp.int32), whole=True)
 
 
 def _see(
@@ -306,55 +308,69 @@ def _see(
     another, with all of their tables, in which nothing needs looking up."""
     run = tile * tiling.pieces + jnp.arange(tiling.pieces, dtype=jnp.int32)[None]
     logical, cut = parts(run, tiling.runs_per_block)
-    # The last run of a block may have to begin inside the one before it, whose tokens are then not its own.
-    offset = jnp.minimum(cut * tiling.run, tiling.block_size - tiling.run)
-    place = offset[:, :, None] + jnp.arange(tiling.run, dtype=jnp.int32)[None, None]
-    own = place >= (cut * tiling.run)[:, :, None]
-    own &= logical[:, :, None] * tiling.block_size + place < tiling.capacity
-    if tile_mask.blocks is not None:
-        blocks = tile_mask.blocks
-        logical = blocks if whole else blocks.at[lane.row, logical].get(mode="fill", fill_value=-1)
-        own &= (logical >= 0)[:, :, None]
-        logical = jnp.maximum(logical, 0)
-    if rows.shard is None:
-        position = logical[:, :, None] * tiling.block_size + place
-    else:
-        position = position_of(logical[:, :, None], place, rows.shard, tiling.block_size)
-    if rows.first is not None:
-        own &= position >= take(rows.first, lane.row)[:, :, None]
-    own, position = (x.reshape(-1, 1, tiling.pieces * tiling.run) for x in (own, position))
+    context, offset = tiling.pieces * tiling.run, cut * tiling.run
+    begin, places = tile * context, jnp.arange(context, dtype=jnp.int32)[None, None]
+    # bool[items, 1, context]: is the place the tile's own, and in the table? None: all whose positions the table has.
+    own = None
+    position = begin[:, :, None] + places
+    if tile_mask.blocks is not None or rows.shard is not None or tiling.block_size % tiling.run:
+        # The last run of a block may have to begin inside the one before it, whose tokens are then not its own.
+        offset = jnp.minimum(offset, tiling.block_size - tiling.run)
+        place = offset[:, :, None] + jnp.arange(tiling.run, dtype=jnp.int32)[None, None]
+        own = place >= (cut * tiling.run)[:, :, None]
+        own &= logical[:, :, None] * tiling.block_size + place < tiling.capacity
+        if tile_mask.blocks is not None:
+            blocks = tile_mask.blocks
+            logical = blocks if whole else blocks.at[lane.row, logical].get(mode="fill", fill_value=-1)
+            own &= (logical >= 0)[:, :, None]
+            logical = jnp.maximum(logical, 0)
+        if rows.shard is None:
+            position = logical[:, :, None] * tiling.block_size + place
+        else:
+            position = position_of(logical[:, :, None], place, rows.shard, tiling.block_size)
+        own, position = (x.reshape(-1, 1, context) for x in (own, position))
 
-    index = lane.first + jnp.arange(tiling.queries, dtype=jnp.int32)[None]
-    token = lane.query_starts + index
+    index = jnp.arange(tiling.queries, dtype=jnp.int32)[None]
+    token, query, is_token = lane.token + index, lane.position + index, index < lane.num_tokens
     before, end = lane.first_position[:, :, None], lane.kv_lens[:, :, None]
-    query, nth = before + index[:, :, None], position - before  # the place's number among the row's new tokens
+    nth = position - before  # the place's number among the row's new tokens
     if rows.order is not None and rows.position is not None:
         token = rows.order.at[token].get(mode="clip")
-        query = take(rows.position, token)[:, :, None]
+        query = take(rows.position, token)
     their_token = lane.query_starts[:, :, None] + nth
     is_new = (nth >= 0) & (position < end)
-    key = position
+    last = query if tile_mask.causal else jnp.broadcast_to(lane.kv_lens - 1, query.shape)
+    last = jnp.where(is_token, last, -1)
+    if own is None:  # counted from the tile's first place, it says in one comparison what is seen
+        last = jnp.minimum(last, tiling.capacity - 1) - begin
+    last = compute_once(last)  # else XLA computes it in each fusion that asks what is seen
+    sees, key = (places if own is None else position) <= last[:, :, None], position
     if tile_mask.tree is not None:
         sees = tile_mask.tree.ancestors.at[token[:, :, None], jnp.maximum(nth, 0)].get(mode="fill", fill_value=False)
         sees |= nth < 0
-        query = before + tile_mask.tree.depth.at[token].get(mode="clip")[:, :, None]
+        query = lane.first_position + tile_mask.tree.depth.at[token].get(mode="clip")
         key = jnp.where(
             is_new, before + tile_mask.tree.depth.at[jnp.maximum(their_token, 0)].get(mode="clip"), position
         )
-    else:
-        sees = position <= query if tile_mask.causal else position < end
+    query = query[:, :, None]
     if (oldest := _oldest_seen(query, tile_mask)) is not None:
         sees &= (key >= oldest) | (key < tile_mask.sink_tokens) if tile_mask.sink_tokens else key >= oldest
     if tile_mask.spans is not None:
         span = tile_mask.spans.at[token].get(mode="clip")[:, :, None]
         theirs = tile_mask.spans.at[jnp.maximum(their_token, 0)].get(mode="clip")
         sees |= is_new & (span != 0) & (span == theirs)
-    seen = own & (index < lane.query_lens)[:, :, None] & sees
+    if tile_mask.tree is not None or tile_mask.spans is not None:
+        sees &= is_token[:, :, None]
+        own = position < tiling.capacity if own is None else own
+    if own is not None:
+        sees &= own
+    if rows.first is not None:
+        sees &= position >= take(rows.first, lane.row)[:, :, None]
     if tile_mask.mask is not None:
-        seen &= tile_mask.mask.at[token[:, :, None], position].get(mode="fill", fill_value=False)
-    block = (
-        rows.block_tables
-        if whole and tile_mask.blocks is None
-        else rows.block_tables.at[lane.row, logical].get(mode="clip")
-    )
-    return Items(lane.row, token, block, jnp.broadcast_to(offset, block.shape), seen, jnp.abs(query - key))
+        sees &= tile_mask.mask.at[token[:, :, None], position].get(mode="fill", fill_value=False)
+    block = rows.block_tables
+    if not whole or tile_mask.blocks is not None:
+        block = block.at[lane.row, logical].get(mode="clip", wrap_negative_indices=False)
+    seen = jnp.broadcast_to(sees, (block.shape[0], tiling.queries, context))
+    place = jnp.broadcast_to(lane.token[:, 0], block.shape[:1])
+    return Items(token, is_token, place, block, jnp.broadcast_to(offset, block.shape), seen, jnp.abs(query - key))

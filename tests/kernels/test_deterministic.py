@@ -227,9 +227,9 @@ def test_it_is_attention():
     testing.assert_close(lse, expected_lse)
 
 
-def merged_as_they_come(softmax, lane, items, merged=attention._merged_in_order):
-    """Those of one step of the loop backwards: what is in one step goes by the batch."""
-    return merged(softmax, lane[::-1], jax.tree.map(lambda x: x[::-1], items))
+def merge_backwards(running, at, items, is_token, merge=attention._merge_in_order):
+    """Merges those of one step of the loop backwards: what is in one step goes by the batch."""
+    return merge(running, *jax.tree.map(lambda x: x[::-1], (at, items, is_token)))
 
 
 def edges_of_the_table(most_tiles):
@@ -240,7 +240,7 @@ def edges_of_the_table(most_tiles):
 
 # What makes bits depend on others, and must be seen: (backend, step, the module, a name in it, what it is instead).
 CONTROLS = {
-    "merged as they come": ("xla", "decode", attention, "_merged_in_order", merged_as_they_come),
+    "merged as they come": ("xla", "decode", attention, "_merge_in_order", merge_backwards),
     "items of the table": ("gpu", "decode", work, "fixed_edges", edges_of_the_table),
 }
 

@@ -13,6 +13,7 @@ import pallas_kernels
 from pallas_kernels import reference, testing, xla
 from pallas_kernels.testing import Case
 from pallas_kernels.xla import work_list as work
+from pallas_kernels.xla.attention import _merge_in_order as merge_in_order, _Running as Running, _Softmax as Softmax
 
 
 def attend(inputs, **options):
@@ -225,6 +226,35 @@ def test_packed_rows_with_gaps():
     testing.assert_close(out, expected[0])
     testing.assert_close(lse, expected[1])
     assert (np.asarray(out)[3:8] == 0).all()
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_tiles_that_reach_into_other_rows(backwards, monkeypatch):
+    """A tile's window ends in tokens of the next rows, which have been attended to before or have not yet."""
+    case = Case(lengths=(900, 1590, 700, 1290, 540, 9), new=(3, 1, 33, 1, 2, 9), packed=True, head_dim=16)
+    inputs = testing.make_inputs(case)
+    items = work._item_bytes(inputs.q, inputs.kv, work.PREFILL_QUERIES, work.PREFILL_CONTEXT)
+    monkeypatch.setattr(work, "STEP_BYTES", 3 * items)  # many steps of the loops, with several items each
+    in_loops = inputs._replace(tables=jnp.pad(inputs.tables, ((0, 0), (0, 4000))))  # too wide to be read at once
+    offsets = jnp.cumsum(inputs.new) - inputs.new
+    if backwards:
+        offsets = jnp.cumsum(inputs.new[::-1])[::-1] - inputs.new
+    expected = reference.paged_attention(*inputs, offsets=offsets, return_lse=True)
+    for options in ({}, {"deterministic": True}):
+        out, lse = attend(in_loops, offsets=offsets, **options)
+        testing.assert_close(out, expected[0])
+        testing.assert_close(lse, expected[1])
+
+
+def test_a_window_changes_no_bit_of_other_tokens():
+    """Not even the sign of a zero: another row's place in the batch would show in it."""
+    values = -jnp.zeros((1, 4, 2))
+    running = Running(jnp.stack([jnp.ones(8), -jnp.zeros(8)])[:, :4].reshape(1, 8), values)
+    top, total = jnp.full((1, 1, 2), 1.0), jnp.ones((1, 1, 2))
+    items, is_token = Softmax(top, jnp.ones((1, 1, 2, 2)), total), jnp.array([[[True, False]]])
+    after = merge_in_order(running, jnp.array([1]), items, is_token)
+    assert np.signbit(after.values[0, :, 0]).tolist() == [True, False, True, True]
+    assert np.signbit(after.both[0, 4:]).tolist() == [True, False, True, True]
 
 
 def test_rows_that_fill_their_tiles_badly():
