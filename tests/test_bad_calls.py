@@ -189,7 +189,7 @@ OF_AN_ENGINE = [
     (submit, "salt", [1, 1.5, [], {}, object(), True, ("a",)]),
     (submit, "n", NO_SIZES),
     (submit, "logprobs", [*without(NO_NUMBERS, None), -1, 1.5, 10**30]),
-    (submit, "prompt_logprobs", ["yes", 1, 0, None, []]),
+    (submit, "prompt_logprobs", [*without(NO_NUMBERS, None, True, np.bool(True)), -1, 1.5, 10**30]),
     (lambda e, model: e.update(model), "model", [None, 1, "small", {}, object()]),
     (lambda e, keep: e.release(keep=keep), "keep", ["yes", 1, 0, None, []]),
     (make, "max_seqs", NO_SIZES),

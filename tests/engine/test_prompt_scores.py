@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 from flax import nnx
 from nightly import NIGHTLY
 
@@ -29,17 +30,38 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def dense(model):
-    """The log-probability of each token but the first, of a forward pass without a cache."""
+def all_logprobs(model):
+    """The log-probabilities of all tokens behind each token, of a forward pass without a cache."""
     run = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens[None], cache=None)[0][0]))
 
-    def score(tokens):
+    def compute(tokens):
         padded = np.zeros(64, np.int32)
         padded[: len(tokens)] = tokens
-        found = np.asarray(run(jnp.asarray(padded)))
-        return found[np.arange(len(tokens) - 1), tokens[1:]]
+        return np.asarray(run(jnp.asarray(padded)))[: len(tokens)]
 
-    return score
+    return compute
+
+
+@pytest.fixture(scope="module")
+def dense(all_logprobs):
+    """The log-probability of each token but the first."""
+    return lambda tokens: all_logprobs(tokens)[np.arange(len(tokens) - 1), tokens[1:]]
+
+
+@pytest.fixture(scope="module")
+def check_likeliest(all_logprobs):
+    """Asserts that a request has the likeliest tokens at each position of its prompt, and the prompt's own."""
+
+    def check(request, count):
+        found, wanted = request.prompt_top_logprobs, all_logprobs(request.prompt)
+        assert len(found) == len(request.prompt) - 1
+        for told, token, own, row in zip(found, request.prompt[1:], request.prompt_logprobs, wanted, strict=False):
+            best = np.argsort(-row, kind="stable")[:count].tolist()
+            assert set(told) == {*best, token} and told[token] == own
+            np.testing.assert_allclose([told[t] for t in (*best, token)], row[[*best, token]], atol=1e-5)
+            assert max(told.values()) >= own and (token != row.argmax() or max(told.values()) == own)
+
+    return check
 
 
 @pytest.mark.timeout(1500 if NIGHTLY else 300)
@@ -80,7 +102,9 @@ def test_scoring_alone_gives_no_tokens(model, dense, tmp_path):
         for bad, says in (
             (dict(max_new_tokens=0), "max_new_tokens must be at least 1, not 0"),
             (dict(max_new_tokens=-1, prompt_logprobs=True), "max_new_tokens must be at least 0"),
-            (dict(prompt_logprobs=1), "prompt_logprobs must be True or False"),
+            (dict(prompt_logprobs=-1), "prompt_logprobs must be at least 0"),
+            (dict(prompt_logprobs=62), "prompt_logprobs must be at most 61, not 62"),
+            (dict(max_new_tokens=0, prompt_logprobs=None), "max_new_tokens must be at least 1, not 0"),
             (dict(logprobs=-1), "logprobs must be at least 0"),
         ):
             with pytest.raises(ValueError, match=says):
@@ -119,3 +143,61 @@ def test_scores_begin_anew_with_other_weights(model, dense):
         assert not len(request.prompt_logprobs)
         request.result()
         np.testing.assert_allclose(request.prompt_logprobs, dense(request.prompt), atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS if NIGHTLY else ["plain", "prefix cache"])
+def test_the_likeliest_tokens_of_a_prompt(model, dense, check_likeliest, way):
+    """Beside requests that want others, fewer or none; the model's greedy continuation is the likeliest by itself."""
+    with jaxkv.Engine(model, **SIZES, **WAYS[way]) as engine:
+        greedy = [*PROMPTS[1], *engine.submit(PROMPTS[1], 11).result()]
+        for _ in range(2):  # the second time a prefix cache has all of it
+            wanted = [(PROMPTS[0], 3, 2), (greedy, 1, 1), (PROMPTS[2], 0, 1), (PROMPTS[3], 4, 1), (PROMPTS[0], 61, 1)]
+            requests = [engine.submit(prompt, 2, n=n, prompt_logprobs=count) for prompt, count, n in wanted]
+            plain, other = engine.submit(PROMPTS[0], 4, prompt_logprobs=True), engine.submit(PROMPTS[2], 4, logprobs=2)
+            assert requests[0].prompt_top_logprobs == []
+            list(engine.run())
+            for request, (_, count, _) in zip(requests, wanted, strict=True):
+                for sample in request.samples:
+                    check_likeliest(sample, count)
+            check_likeliest(plain, 0)
+            assert plain.prompt_logprobs == pytest.approx(dense(PROMPTS[0]), abs=1e-5)
+            behind = zip(requests[1].prompt_top_logprobs, greedy[1:], strict=True)
+            assert all(max(found, key=found.get) == token for found, token in [*behind][len(PROMPTS[1]) - 1 :])
+            assert other.prompt_top_logprobs is None and all(len(found) >= 2 for found in other.logprobs)
+
+
+def test_the_likeliest_tokens_are_saved(model, check_likeliest, tmp_path):
+    """In the middle of a prompt, and behind it; they begin anew with other weights."""
+    prompt, path = [*PROMPTS[0], *PROMPTS[0]], tmp_path / "engine.safetensors"
+    with jaxkv.Engine(model, **SIZES) as engine:
+        request = engine.submit(prompt, 6, n=2, prompt_logprobs=2)
+        seen = set()
+        while not request.done:
+            engine.step()
+            if 0 < len(request.prompt_logprobs) not in seen:
+                seen.add(len(request.prompt_logprobs))
+                engine.save(path)
+                with jaxkv.Engine(model, **SIZES) as other:
+                    again = other.load(path)
+                    assert len(again[0].prompt_top_logprobs) == len(request.prompt_logprobs)
+                    list(other.run())
+                    check_likeliest(again[0], 2)
+                    if len(request.prompt_logprobs) == 35:
+                        check_likeliest(again[1], 2)
+        assert len(seen) > 2
+        check_likeliest(request, 2)
+        request = engine.submit(prompt, 2, prompt_logprobs=2)
+        engine.step()
+        engine.step()
+        engine.update(jax.tree.map(lambda x: x, model), restart=True)
+        assert request.prompt_top_logprobs == []
+        request.result()
+        check_likeliest(request, 2)
+
+
+def test_who_asks_alike_has_the_same_programs(model):
+    """Of several numbers of likeliest tokens up to a power of 2 none is a program of its own."""
+    with jaxkv.Engine(model, **SIZES) as engine:
+        engine.submit(PROMPTS[0], 2, prompt_logprobs=4).result()
+        assert not compiled(lambda: [engine.submit(PROMPTS[0], 2, prompt_logprobs=n).result() for n in (3, 4)])
+        assert compiled(lambda: engine.submit(PROMPTS[0], 2, prompt_logprobs=5).result())

@@ -129,6 +129,10 @@ MUTANTS = {
         "test_log_probabilities_are_the_models_own",
         Plant("_logprobs", "x[step, row, :1 + params.num_logprobs]", "x[step, 0, :1 + params.num_logprobs]"),
     ),
+    "log-probabilities of a prompt are another's": (
+        "test_the_likeliest_tokens_of_a_prompt",
+        Plant("ModelRunner.read", "x[begin:begin + count]", "x[:count]"),
+    ),
     # Prefill apart, checkpoints and processes.
     "a cancelled request keeps its row where prompts are computed": (
         "test_prefill.py::test_requests_come_and_go",

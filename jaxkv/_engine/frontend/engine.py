@@ -316,7 +316,7 @@ class Engine(Servable, Resumable, Updatable):
         include_stop: bool = False,
         tokenizer: TokenizerLike | None = None,
         on_token: Callable[[Request, int | None], Any] | None = None,
-        prompt_logprobs: bool = False,
+        prompt_logprobs: bool | int | None = False,
     ) -> Request:
         """Adds a request to continue a prompt, for `step` and `run`. May be called from any thread, and meanwhile.
 
@@ -345,8 +345,10 @@ class Engine(Servable, Resumable, Updatable):
           tokenizer: the model's `jaxkv.text.Tokenizer`, for text in `stop` and for `Request.text`.
           on_token: called as `on_token(request, token)` with each token, and at the end with None, in the thread that
             takes the steps. If it raises, the request ends with that error, and it is not called again.
-          prompt_logprobs: keep the log-probabilities of the prompt's tokens, in `Request.prompt_logprobs`. The whole
-            prompt is computed then, also where a prefix cache has some of it. `max_new_tokens` may be 0.
+          prompt_logprobs: True or 0: keep the log-probabilities of the prompt's tokens, in `Request.prompt_logprobs`.
+            A number: and those of so many likeliest tokens at each of its positions, in `Request.prompt_top_logprobs`.
+            The whole prompt is computed then, also where a prefix cache has some of it. `max_new_tokens` may be 0.
+            False or None: none.
 
         Raises:
           ValueError: an invalid argument; nothing has changed then. EngineFull: `max_waiting` samples wait for a row.

@@ -5,6 +5,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer
 from jaxkv._core.state.interrupts import Numbers
 from jaxkv._engine.requests.block_accounting import Holdings
@@ -81,7 +83,8 @@ class RequestReader:
         Args:
           options: others of `Engine.submit`, as they are given.
         """
-        is_scored = flag("prompt_logprobs", prompt_logprobs)
+        num_prompt_logprobs = self.read_prompt_logprobs(prompt_logprobs)
+        is_scored = num_prompt_logprobs is not None
         if is_scored and self.is_apart:
             raise ValueError("prompt_logprobs is not for an Engine whose prompts are computed elsewhere (prefill=).")
         limit = integer("max_new_tokens", max_new_tokens, least=0 if is_scored else 1)
@@ -103,7 +106,10 @@ class RequestReader:
         )
         return limit, [
             dataclasses.replace(
-                shared, choice=choice, stops=read_stops(stop, tokenizer, prompt), is_scored=is_scored and not j
+                shared,
+                choice=choice,
+                stops=read_stops(stop, tokenizer, prompt),
+                num_prompt_logprobs=None if j else num_prompt_logprobs,  # all have the first one's
             )
             for j, choice in enumerate(choices)
         ]
@@ -172,6 +178,12 @@ class RequestReader:
             )
         return number
 
-    def read_logprobs(self, logprobs: Any) -> int | None:
+    def read_logprobs(self, logprobs: Any, name: str = "logprobs") -> int | None:
         """Returns how many likeliest tokens are wanted; None: no log-probabilities. Raises ValueError."""
-        return None if logprobs is None else integer("logprobs", logprobs, least=0, most=self.vocab_size or 2**16)
+        return None if logprobs is None else integer(name, logprobs, least=0, most=self.vocab_size or 2**16)
+
+    def read_prompt_logprobs(self, prompt_logprobs: Any) -> int | None:
+        """Returns the same of a prompt, where True is 0, and False is None. Raises ValueError."""
+        if isinstance(prompt_logprobs, bool | np.bool):
+            return 0 if prompt_logprobs else None
+        return self.read_logprobs(prompt_logprobs, "prompt_logprobs")

@@ -31,6 +31,7 @@ from jaxkv._engine.programs.step_rows import (
     rows_of,
 )
 from jaxkv._engine.programs.verify import Drafts, verify as verify_drafts, verify_trees
+from jaxkv._engine.requests.sampling import likeliest
 
 
 @share_programs
@@ -49,7 +50,8 @@ def step_program(
     steps of one token per row. The memory is donated too, and the result is a `Result`. With `variant.verify` it is
     that of `verify + 1` steps. For trees, `tokens` is i32[2, N], with each token's parent, counted from its row's
     first, below it. With `targets` i32[N], negative for none, packed tokens are scored: the logits of all of them are
-    computed then. `place` is for caches on devices of several processes: all that hosts read is whole there.
+    computed then, and with `variant.prompt_count` the likeliest tokens there, too. `place` is for caches on devices of
+    several processes: all that hosts read is whole there.
     """
 
     def program(cache, leaves, memory, rows, tokens, targets=None, *, variant: StepVariant):
@@ -66,7 +68,7 @@ def step_program(
             adapters=asked.adapters,
             deterministic=deterministic,
         )
-        run = functools.partial(_run, answer, targets=targets)
+        run = functools.partial(_run, answer, targets=targets, prompt_count=variant.prompt_count)
         compute = functools.partial(inner, run, TokenChoice(hook, asked, variant.kind, variant.count))
 
         def step(cache, memory, tokens, counts, due):
@@ -96,7 +98,7 @@ def step_program(
         chosen, likely = out
         numbers = jnp.concatenate([*(x.ravel() for x in jax.tree.leaves(chosen)), measure_room(cache).ravel()])
         numbers, likely, scores = share((numbers, likely, memory.scores), place)
-        return Result(numbers, memory._replace(scores=None), likely, scores), cache
+        return Result(numbers, memory._replace(scores=()), likely, scores), cache
 
     return cache_program(structure, program, donate=(2,), static=("variant",))
 
@@ -110,7 +112,7 @@ def _step(run: Any, choice: TokenChoice, cache: Any, memory: StepMemory, tokens:
     return (jnp.where(cache.failed, -1, chosen), likely), chosen, cache, memory
 
 
-def _run(answer, cache, memory, tokens, counts, places, tree=None, guesses=None, targets=None):
+def _run(answer, cache, memory, tokens, counts, places, tree=None, guesses=None, targets=None, prompt_count=0):
     """Computes and records a step of every row, some of which guess; returns the logits at some tokens."""
     asked = places if targets is None else jnp.arange(tokens.shape[0], dtype=jnp.int32)
     cache = extend(cache, counts, guesses=guesses)
@@ -122,15 +124,18 @@ def _run(answer, cache, memory, tokens, counts, places, tree=None, guesses=None,
         memory.queries, cache, lambda: answer(tokens, cache, asked, tree=tree), rows, tokens.shape
     )
     if targets is not None:
-        memory, logits = memory._replace(scores=_score(logits, targets)), logits[places]
+        memory, logits = memory._replace(scores=_score(logits, targets, prompt_count)), logits[places]
     return logits, cache, memory._replace(queries=queries)
 
 
-def _score(logits, targets):
-    """Returns `f32[N]`: the log-probabilities of `targets` i32[N]; of those that are negative any number."""
+def _score(logits, targets, count):
+    """Returns `(f32[N],)`: the log-probabilities of `targets` i32[N]; of those that are negative any number. With a
+    `count`, those of so many likeliest tokens too, and these, as `likeliest` does."""
+    targets = jnp.maximum(targets, 0)
+    if count:
+        return likeliest(logits, targets, count)
     logits = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=1)
+    return (jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1),)
 
 
 def logits_at(model, tokens, cache, places, cascade=False, tree=None, adapters=None, deterministic=False):

@@ -62,7 +62,7 @@ class StepMemory(NamedTuple):
     last: jax.Array  # i32[S]: the token chosen last for each row
     tokens: jax.Array | None  # i32[S, max_seq_len]: those of each row, where a hook wants them
     queries: tuple[jax.Array, ...] = ()  # [S, W, H, D] of each layer that evicts, if its score needs them
-    scores: jax.Array | None = None  # within a step: see `Result`
+    scores: tuple[jax.Array, ...] = ()  # within a step: see `Result`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,7 @@ class StepVariant:
     steps: int = 1  # of one token per row, in one call
     verify: int = 0  # last tokens of a row that may be drafts
     form: Form | None = None  # of the hook's numbers
+    prompt_count: int = 0  # likeliest tokens at each position of a prompt that is scored
 
 
 class Result(NamedTuple):
@@ -84,7 +85,8 @@ class Result(NamedTuple):
     numbers: Any
     memory: StepMemory
     likeliest: tuple[jax.Array, jax.Array] | None  # f32 and i32 [n, S, 1 + count]: see `likeliest`
-    scores: Any = None  # f32[N]: the log-probability of each packed token's target, if there are targets
+    # If there are targets, f32[N]: the log-probability of each packed token's, or what `likeliest` returns of them.
+    scores: tuple[Any, ...] = ()
 
 
 def new_memory(max_seqs: int, max_seq_len: int, hook: Hook | None, queries: tuple[jax.Array, ...] = ()) -> StepMemory:

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer
 from jaxkv._engine.requests.hook_args import HookArgs, from_json
+from jaxkv._engine.requests.prompt_scores import PromptScores
 from jaxkv._engine.requests.request import Request, RequestParams
 from jaxkv._engine.requests.sampling import SamplingParams
 from jaxkv._engine.requests.stops import IdStops, TokenizerLike, read_stops
@@ -18,8 +19,8 @@ CHOSEN = {None: 0, 0: -1}  # what entries say where no number of likeliest token
 
 def render_request(request: Request, hook_args: HookArgs) -> dict[str, Any]:
     """Returns the entry of a request, without stop strings. Raises ValueError for hook arguments that are no JSON."""
-    params, scores = request.params, request.prompt_logprobs
-    if request.scores is None and scores is not None and len(scores) < len(request.prompt) - 1:
+    params, scores = request.params, request.shared_scores
+    if request.scores is None and scores is not None and not scores.is_complete:
         scores = None  # the first sample computes them, and this one's row may have more tokens
     return {
         "number": request.number, "prompt": request.prompt, "limit": request.limit,
@@ -32,9 +33,8 @@ def render_request(request: Request, hook_args: HookArgs) -> dict[str, Any]:
         "priority": params.priority, "hook_args": hook_args.to_json(params.hook_args),
         "keep_prefix": params.keep_prefix, "adapter": params.adapter, "include_stop": request.search.is_included,
         "stop": [list(stop) for stops in request.search.stops if isinstance(stops, IdStops) for stop in stops.stops],
-        # As text, since JSON has neither keys that are numbers nor infinities.
-        "logprobs": [[[token, repr(p)] for token, p in pairs.items()] for pairs in request.output_logprobs],
-        **({} if scores is None else {"scores": list(map(repr, scores.tolist()))}),
+        "logprobs": _render_logprobs(request.output_logprobs),
+        **({} if scores is None else _render_scores(scores, request.prompt)),
     }  # fmt: skip
 
 
@@ -74,7 +74,9 @@ def read_request(
         adapter=read_adapter(entry.get("adapter", 0)),
         stops=read_stops([*entry.get("stop", []), *entry.get("stop_strings", [])], tokenizer, prompt),
         include_stop=flag("include_stop", entry.get("include_stop", False)),
-        is_scored="scores" in entry,
+        num_prompt_logprobs=integer("prompt_logprobs", entry.get("num_prompt_logprobs", 0), least=0)
+        if "scores" in entry
+        else None,
     )
     request = make(
         params,
@@ -84,15 +86,15 @@ def read_request(
         **options,
     )
     if request.scores is not None:
-        request.scores.note(0, np.array(list(map(float, entry["scores"])), np.float32))
+        _read_scores(request.scores, entry)
     request.output = _read_tokens(entry["tokens"])
     request.times.tokens = [request.times.submitted] * len(request.output)
-    request.output_logprobs = [{int(token): float(p) for token, p in pairs} for pairs in entry["logprobs"]]
+    request.output_logprobs = [dict(pairs) for pairs in _read_logprobs(entry["logprobs"])]
     request.given = integer("given", entry["given"], least=0, most=len(request.output))
     request.stopped, request.refusal = read_stop(entry["stopped"]), entry.get("refusal")
     if (token := entry.get("stop_token")) is not None:
-        logprob = entry["stop_logprob"]
-        request.stop = _read_tokens([token])[0], None if logprob == "None" else float(logprob)
+        logprob, [token] = entry["stop_logprob"], _read_tokens([token])
+        request.stop = token, None if logprob == "None" else {token: float(logprob)}
     if request.search.stops and not request.done:
         request.look_for_stops()
     if not request.prompt or len(request.output) > request.limit:
@@ -128,6 +130,36 @@ def shorten(entry: dict[str, Any]) -> dict[str, Any]:
 def lengthen(entry: dict[str, Any]) -> dict[str, Any]:
     """Returns an entry that was shortened, with all its fields."""
     return USUAL | entry | {"choice": USUAL_CHOICE | entry["choice"]}
+
+
+def _render_scores(scores: PromptScores, prompt: list[int]) -> dict[str, Any]:
+    found: dict[str, Any] = {"scores": list(map(repr, scores.values.tolist()))}
+    if count := scores.num_likeliest:
+        likeliest = _render_logprobs(scores.list_likeliest(prompt))
+        found |= {"num_prompt_logprobs": count, "prompt_top_logprobs": likeliest}
+    return found
+
+
+def _read_scores(scores: PromptScores, entry: dict[str, Any]) -> None:
+    """Records what `_render_scores` wrote."""
+    own = list(map(float, entry["scores"]))
+    rows = _read_logprobs(entry.get("prompt_top_logprobs", [[]] * len(own)))
+    width = 1 + scores.num_likeliest
+    logprobs, tokens = np.full((len(own), width), np.nan, np.float32), np.full((len(own), width), -1, np.int32)
+    for i, pairs in enumerate(rows):
+        best = pairs[: width - 1]
+        logprobs[i, : 1 + len(best)] = own[i], *(p for _, p in best)
+        tokens[i, 1 : 1 + len(best)] = [token for token, _ in best]
+    scores.note(0, logprobs, tokens)
+
+
+def _render_logprobs(several: list[dict[int, float]]) -> list[list[Any]]:
+    """Returns log-probabilities as JSON. As text, since JSON has neither keys that are numbers nor infinities."""
+    return [[[token, repr(p)] for token, p in pairs.items()] for pairs in several]
+
+
+def _read_logprobs(said: list[list[Any]]) -> list[list[tuple[int, float]]]:
+    return [[(int(token), float(p)) for token, p in pairs] for pairs in said]
 
 
 def _read_num_logprobs(said: Any) -> int | None:

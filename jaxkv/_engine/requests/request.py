@@ -48,7 +48,8 @@ class RequestParams:
     stops: Sequence[Stops] = ()
     include_stop: bool = False
     on_token: "Callable[[Request, int | None], Any] | None" = None
-    is_scored: bool = False  # whether the log-probabilities of the prompt's tokens are wanted
+    # How many likeliest tokens are wanted at each of the prompt's tokens, beside its own; None: not even that one.
+    num_prompt_logprobs: int | None = None
 
 
 class Request:
@@ -85,7 +86,8 @@ class Request:
         self.on_token = params.on_token
         self.output: list[int] = []  # all tokens, those of a stop sequence too
         self.output_logprobs: list[dict[int, float]] = []
-        self.scores = PromptScores(len(prompt)) if params.is_scored else None
+        count = params.num_prompt_logprobs
+        self.scores = None if count is None else PromptScores(len(prompt), count)
         self.times = Times()
         self.listeners: dict[Callable[[], Any], None] = {}  # called when there is news
         self.observed = 0  # tokens whose latency was counted
@@ -99,7 +101,7 @@ class Request:
         self.given = 0  # how many tokens have been handed out
         self.is_end_told = False
         self.stopped: Stop | None = None  # what ended it before its limit
-        self.stop: tuple[int, float | None] | None = None  # the stop token, and its log-probability if wanted
+        self.stop: tuple[int, dict[int, float] | None] | None = None  # the stop token, and log-probabilities if wanted
         self.refusal: str | None = None  # why there is no room for it
         self.is_refusal_raised = False
         self.engine = engine  # a weak reference: keeping a result keeps no device memory
@@ -114,7 +116,7 @@ class Request:
         if len(samples) == 1:
             return first
         both = cls(
-            dataclasses.replace(first.params, stops=(), on_token=None, is_scored=False),
+            dataclasses.replace(first.params, stops=(), on_token=None, num_prompt_logprobs=None),
             number=first.number,
             prompt=first.prompt,
             limit=first.limit,
@@ -164,10 +166,21 @@ class Request:
 
     @property
     def prompt_logprobs(self) -> np.ndarray | None:
-        """With `submit(prompt_logprobs=True)`, f32[P - 1]: the log-probability of each of the prompt's tokens but the
-        first, given those before it; fewer while they are computed. Else None. The same for all samples."""
-        scores = (self._first or self.samples[0]).scores  # all samples have the first one's prompt
-        return None if scores is None else scores.values[: scores.count].copy()
+        """With `submit(prompt_logprobs=True)`, or a number, f32[P - 1]: the log-probability of each of the prompt's
+        tokens but the first, given those before it; fewer while they are computed. Else None. The same for all samples.
+        """
+        return None if (scores := self.shared_scores) is None else scores.values
+
+    @property
+    def prompt_top_logprobs(self) -> list[dict[int, float]] | None:
+        """With `submit(prompt_logprobs=k)`, for each of the prompt's tokens but the first a dict from token to
+        log-probability, as in `logprobs`: of the k likeliest there and of its own. See `prompt_logprobs`."""
+        return None if (scores := self.shared_scores) is None else scores.list_likeliest(self.prompt)
+
+    @property
+    def shared_scores(self) -> PromptScores | None:
+        """The scores of the prompt, which all samples have from the first one."""
+        return (self._first or self.samples[0]).scores
 
     @property
     def num_visible(self) -> int:
@@ -198,7 +211,7 @@ class Request:
     def stop_logprob(self) -> float | None:
         """The log-probability of `stop_token` under the model's own logits, if submitted with `logprobs`."""
         stop = self.samples[0].stop
-        return None if stop is None else stop[1]
+        return None if stop is None or stop[1] is None else stop[1][stop[0]]
 
     @property
     def stop_sequence(self) -> tuple[int, ...] | str | None:
@@ -285,7 +298,7 @@ class Request:
             self._end("length")
             return
         if token in self.params.eos:
-            self.stop = (token, None if logprobs is None else logprobs[token])
+            self.stop = (token, logprobs)
             self._end("eos")
             return
         if logprobs is not None:
@@ -314,7 +327,7 @@ class Request:
         self.search.restart()
         self.stop = None
         self.times = Times(submitted=self.times.submitted)
-        self.scores = self.scores and PromptScores(len(self.prompt))
+        self.scores = self.scores and PromptScores(len(self.prompt), self.scores.num_likeliest)
         self.output, self.output_logprobs = [], []
         call_all(self.listeners)
 

@@ -136,8 +136,13 @@ def _kept(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Arra
 
 
 def likeliest(logits: jax.Array, chosen: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Returns log-probabilities `f32[S, 1 + count]` of the chosen and the likeliest tokens, and these, `i32`."""
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    top, tokens = jax.lax.top_k(logprobs, min(count, logprobs.shape[-1]))
+    """Returns log-probabilities `f32[S, 1 + count]` of the chosen and the likeliest tokens, and these, `i32`.
+
+    A chosen token that is the likeliest has the very same number twice.
+    """
+    logits = logits.astype(jnp.float32)  # XLA:CPU sorts those of other dtypes
+    top, tokens = jax.lax.top_k(logits, min(count, logits.shape[-1]))
     tokens = jnp.concatenate([chosen[:, None], tokens.astype(jnp.int32)], axis=1)
-    return jnp.concatenate([jnp.take_along_axis(logprobs, chosen[:, None], axis=1), top], axis=1), tokens
+    wanted = jnp.concatenate([jnp.take_along_axis(logits, chosen[:, None], axis=1), top], axis=1)
+    most = jnp.max(logits, axis=1, keepdims=True)  # not a slice of `top`: XLA:CPU would sort all logits for it
+    return (wanted - most) - jnp.log(jnp.sum(jnp.exp(logits - most), axis=1, keepdims=True)), tokens

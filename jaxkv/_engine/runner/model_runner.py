@@ -190,6 +190,7 @@ class ModelRunner:
                 self._note(sequence, row)
         has_guesses = self.draft_tokens > 0 and bool(rows[GUESSED].any())
         packed = targets = None
+        prompt_count = 0
         if not is_decode:
             packed = np.zeros(next(size for size in self.sizes if size >= len(tokens)), np.int32)
             packed[: len(tokens)] = tokens
@@ -202,12 +203,14 @@ class ModelRunner:
             for request, first, count, begin in scored:
                 following = request.prompt[first + 1 : first + 1 + count]
                 targets[begin : begin + len(following)] = following
+            prompt_count = count_likeliest(*(request.scores.num_likeliest or None for request, *_ in scored))
         variant = StepVariant(
             kind=KINDS[max(sequence.request.kind for sequence, _, _ in work)],
             count=count_likeliest(*(sequence.request.params.num_logprobs for sequence, _, _ in work)),
             steps=steps,
             verify=(verify := self.draft_tokens if has_guesses else 0),
             form=form,
+            prompt_count=prompt_count,
         )
         began = time.perf_counter()
         shape = (packed is not None and packed.shape[-1], variant, targets is None)
@@ -253,10 +256,10 @@ class ModelRunner:
         likely: Any = flight.result.likeliest and [
             np.asarray(x).reshape(flight.steps, max_seqs, -1) for x in flight.result.likeliest
         ]
-        scores = np.asarray(flight.result.scores) if flight.scored else None
+        scores = [np.asarray(x) for x in flight.result.scores]
         self.flights.popleft()
         for request, first, count, begin in flight.scored:
-            request.scores.note(first, scores[begin : begin + count])  # type: ignore[index]
+            request.scores.note(first, *(x[begin : begin + count] for x in scores))
         return [
             (
                 sequence,
@@ -304,8 +307,8 @@ class ModelRunner:
         self._memory = jax.tree.unflatten(structure, memory)
         for x in (numbers, *more):
             x.copy_to_host_async()
-        scores = None if targets is None else more.pop()
-        return Result(numbers, self._memory, (more[0], more[1]) if more else None, scores)
+        likely = (more.pop(0), more.pop(0)) if variant.count else None
+        return Result(numbers, self._memory, likely, tuple(more))
 
     def _one_token(self, cache: Cache) -> Any:
         """Runs the model on one token of each row."""
