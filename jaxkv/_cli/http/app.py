@@ -95,10 +95,10 @@ def make_app(
             return _refusal(JSONResponse, 500, "server_error", failed[0])
         if any(sample.ended == "cancelled" for _, sample in pairs):
             return _refusal(JSONResponse, 503, "server_error", CLOSING)
-        choices = [
-            {"index": i, **form.choice(request, sample), **describe_end(sample)}
-            for i, (request, sample) in enumerate(pairs)
-        ]
+        choices = []
+        for i, (request, sample) in enumerate(pairs):
+            choices.append({"index": i, **form.choice(request, sample), **describe_end(sample)})
+            await asyncio.sleep(0)  # that of a long prompt with log-probabilities takes a while
         return JSONResponse(head | {"object": form.object, "choices": choices, "usage": count_usage(requests)})
 
     async def fail(http: Any, error: Exception) -> Any:

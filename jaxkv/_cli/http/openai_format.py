@@ -11,6 +11,7 @@ MOST_STOPS, LONGEST_STOP = 128, 1024
 # Log-probabilities of a token, as OpenAI's. All requests that want some are computed with so many, by the programs that
 # the server compiled before it listened: another number would be a program of its own, for which all others wait.
 MOST_LOGPROBS = 20
+LEAST_LOGPROB = -9999.0  # for -inf, which is no JSON, as vLLM's
 MOST_TOKENS = 2**31 - 1  # more than there is room for
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "priority")
@@ -44,6 +45,7 @@ CHAT_TYPES = {
     "logprobs": bool, "top_logprobs": int, "chat_template_kwargs": dict, "add_generation_prompt": bool,
     "reasoning_effort": str,
 }  # fmt: skip
+Described = tuple[int, float | None, dict[str, float] | None]  # a token, its log-probability, and the likeliest ones'
 OTHER_TYPES = {"cache_salt": str, "include_stop_str_in_output": bool, "ignore_eos": bool, "stop_token_ids": list}
 
 
@@ -97,7 +99,11 @@ class ChatCompletion:
 
         def render(token: int, logprob: float) -> dict[str, Any]:
             written = self.text.decode([token], special=True)
-            return {"token": written, "logprob": logprob, "bytes": list(self.text.token_bytes(token))}
+            return {
+                "token": written,
+                "logprob": max(logprob, LEAST_LOGPROB),
+                "bytes": list(self.text.token_bytes(token)),
+            }
 
         pairs = zip(sample.tokens[begin:end], sample.logprobs[begin:end], strict=False)
         return {"content": [
@@ -110,7 +116,9 @@ class ChatCompletion:
 class Completion:
     """One request to `/v1/completions`: texts, or lists of tokens, that are continued as they are.
 
-    With `echo` an answer begins with its prompt; the log-probabilities of a prompt's tokens are their own alone.
+    With `echo` an answer begins with its prompt. With `logprobs` it then has log-probabilities of the prompt's tokens,
+    but for the first, and of the stop token that ended it: as vLLM's, so that with `max_tokens` of 1 there is always
+    one token behind the prompt's, unless a stop sequence ended it.
     """
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
@@ -119,6 +127,7 @@ class Completion:
     def __init__(self, body: dict[str, Any], text: Any):
         self.body, self.text = body, text
         self._lengths: dict[int, _TextLength] = {}  # of the text that has been said of each sample
+        self._prompts: dict[int, list[Described]] = {}  # of each request
         _check_types(body, logprobs=int, echo=bool)
         _check_count(body, "logprobs")
         self.num_logprobs, self.echo = body.get("logprobs"), bool(body.get("echo"))
@@ -142,7 +151,7 @@ class Completion:
 
     def options(self) -> dict[str, Any]:
         wants = self.num_logprobs is not None
-        return ({"logprobs": MOST_LOGPROBS} if wants else {}) | {"prompt_logprobs": self.echo and wants}
+        return dict.fromkeys(("logprobs", *(["prompt_logprobs"] if self.echo else [])), MOST_LOGPROBS) if wants else {}
 
     def choice(self, request: Any, sample: Any) -> dict[str, Any]:
         """Returns the whole answer of one of the request's samples."""
@@ -167,13 +176,12 @@ class Completion:
     def _list_logprobs(self, sample: Any, begin: int, end: int | None, request: Any = None) -> dict[str, Any] | None:
         if self.num_logprobs is None:
             return None
-        rows: list[tuple[int, float | None, dict[str, float] | None]] = []
+        pairs = list(zip(sample.tokens[begin:end], sample.logprobs[begin:end], strict=False))
+        before = []
         if self.echo and request is not None:
-            own = [None, *map(float, request.samples[0].prompt_logprobs)]  # nothing stands before the first
-            rows += [(token, logprob, None) for token, logprob in zip(request.prompt, own, strict=True)]
-        for token, found in zip(sample.tokens[begin:end], sample.logprobs[begin:end], strict=False):
-            best = {self._write(other): logprob for other, logprob in _likeliest(found, self.num_logprobs)}
-            rows.append((token, found[token], best | {self._write(token): found[token]}))  # as OpenAI's
+            before = self._describe_prompt(request)
+            pairs += [sample.stop] if sample.stop else []
+        rows = [*before, *(self._describe(token, found) for token, found in pairs)]
         length, offsets = self._lengths.setdefault(id(sample), _TextLength()), []
         for token, _, _ in rows:
             offsets.append(length.count)
@@ -183,6 +191,21 @@ class Completion:
             "tokens": [self._write(token) for token, _, _ in rows], "token_logprobs": [own for _, own, _ in rows],
             "top_logprobs": [best for _, _, best in rows], "text_offset": offsets,
         }  # fmt: skip
+
+    def _describe_prompt(self, request: Any) -> list[Described]:
+        """Returns what is said of the tokens of a prompt: once for all its samples."""
+        if id(request) not in self._prompts:
+            known = zip(request.prompt[1:], request.prompt_top_logprobs, strict=True)
+            first = (request.prompt[0], None, None)  # nothing stands before it
+            self._prompts[id(request)] = [first, *(self._describe(token, found) for token, found in known)]
+        return self._prompts[id(request)]
+
+    def _describe(self, token: int, found: dict[int, float]) -> Described:
+        """Returns a token, its log-probability, and by their texts those of the likeliest ones there and its own."""
+        best: dict[str, float] = {}
+        for other, logprob in (*_likeliest(found, self.num_logprobs or 0), (token, found[token])):
+            best.setdefault(self._write(other), max(logprob, LEAST_LOGPROB))  # of several of one text the likeliest
+        return token, max(found[token], LEAST_LOGPROB), best
 
 
 class _TextLength:
