@@ -40,9 +40,13 @@ def merge_attention(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Ar
     top = jax.lax.stop_gradient(jnp.max(jnp.where(seen, finite, -jnp.inf), axis=0, initial=-jnp.inf))
     nothing = jnp.isneginf(top)
     top = jnp.where(nothing, 0.0, top)
-    weights = jnp.where(seen, jnp.exp(finite - top[None]), 0.0)
-    total = jnp.where(nothing, 1.0, jnp.sum(weights, axis=0))
-    values = jnp.where(seen[..., None], outs.astype(jnp.float32), 0.0)
-    out = jnp.sum(values * weights[..., None], axis=0) / total[..., None]
+    # Part by part: a sum over an axis may be rounded otherwise where there are more tokens, and bits should not differ.
+    total, out = jnp.zeros(lses.shape[1:], jnp.float32), jnp.zeros(outs.shape[1:], jnp.float32)
+    for part in range(len(outs)):
+        weight = jnp.where(seen[part], jnp.exp(finite[part] - top), 0.0)
+        values = jnp.where(seen[part][..., None], outs[part].astype(jnp.float32), 0.0)
+        total, out = total + weight, out + values * weight[..., None]
+    total = jnp.where(nothing, 1.0, total)
+    out /= total[..., None]
     lse = jnp.where(nothing, -jnp.inf, top + jnp.log(total))
     return out.astype(outs.dtype), jnp.where(is_boundless, jnp.inf, lse)

@@ -43,6 +43,33 @@ def test_the_matrix_is_orthogonal_and_its_own_inverse(head_dim):
         assert np.abs(matrix).max() < 0.25  # no channel keeps to itself
 
 
+@pytest.mark.parametrize("head_dim", [7, 32, 80])
+def test_one_order_of_sums(head_dim):
+    """Rows alone, in pairs and all at once have the same bits."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(30, 4, head_dim)), jnp.float32)
+    in_order = jax.jit(functools.partial(rotate, deterministic=True))
+    np.testing.assert_allclose(in_order(x), rotate(x), atol=2e-6)
+    for count in (1, 2, 3):
+        parts = [in_order(x[i : i + count]) for i in range(0, 30, count)]
+        np.testing.assert_array_equal(jnp.concatenate(parts), in_order(x))
+
+
+def test_pieces_of_a_prompt_are_read_as_the_whole():
+    """With `deterministic`, to the bit, also those of two tokens: products of few rows add in another order."""
+    q, k, v = tokens()
+    outs = []
+    for ends in ((30,), (7, 9, 12, 30)):
+        cache, start, found = jaxkv.init(make(True, "int4")), 0, []
+        for end in ends:
+            cache = jaxkv.extend(cache, [end - start] * 2)
+            new = (x[:, start:end] for x in (q, k, v))
+            out, cache = jaxkv.attention(*new, cache, layer=0, deterministic=True)
+            found.append(out)
+            start = end
+        outs.append(jnp.concatenate(found, axis=1))
+    np.testing.assert_array_equal(*outs)
+
+
 @functools.cache
 def play(config):
     q, k, v = tokens()

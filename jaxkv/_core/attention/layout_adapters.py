@@ -123,17 +123,25 @@ class DecodePacking(NamedTuple):
 
 
 class HeadRotation(NamedTuple):
-    """A layer stores its heads rotated, so queries and values are rotated too, and outputs back."""
+    """A layer stores its heads rotated, so queries and values are rotated too, and outputs back. What is stored does
+    not depend on which other tokens a step has."""
+
+    deterministic: bool
 
     @classmethod
     def match(cls, call: LayerCall) -> "HeadRotation | None":
-        return cls() if call.layer.config.rotates(call.layer.number) else None
+        rotates = call.layer.config.rotates(call.layer.number)
+        return cls(bool(call.options.get("deterministic"))) if rotates else None
 
     def inputs(self, call: LayerCall) -> LayerCall:
-        return call.map_tokens(rotate)
+        stored = {name: rotate(x, deterministic=True) for name in ("k", "v") if (x := getattr(call, name)) is not None}
+        return call.replace(q=None if call.q is None else self._rotate(call.q), **stored)
 
     def outputs(self, output: Output) -> Output:
-        return output.map(rotate, lambda lse: lse)
+        return output.map(self._rotate, lambda lse: lse)
+
+    def _rotate(self, x: jax.Array) -> jax.Array:
+        return rotate(x, deterministic=self.deterministic)
 
 
 class ReplicatedHeads(NamedTuple):

@@ -186,7 +186,7 @@ class ByteSizes(Groups):
 
     def encode(self, layer: int, kv: Any) -> tuple[jax.Array, jax.Array | None]:
         """Encodes a layer's keys and values, or rows of both, `[.., D]` as numbers and scales, not packed yet."""
-        kv = rotate(kv) if self.rotates(layer) else kv
+        kv = rotate(kv, deterministic=True) if self.rotates(layer) else kv
         kind, kv = self.kind(layer), jnp.asarray(kv)
         if not kind.is_quantized:
             return kv.astype(kind.storage_dtype), None
