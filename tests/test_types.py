@@ -101,7 +101,14 @@ def test_options_handed_on_are_those_of_an_engine():
     handed_on = EngineOptions.__optional_keys__
     assert own <= handed_on, f"generate does not hand on {own - handed_on}: add them to EngineOptions."
     fields = set(inspect.signature(jaxkv.CacheConfig.from_model).parameters)
-    assert handed_on - own <= fields | {"block_size", "layout", "head_dim_multiple", "join_kv", "stacked"}
+    assert handed_on - own <= fields | {
+        "block_size",
+        "layout",
+        "head_dim_multiple",
+        "join_kv",
+        "stacked",
+        "residual_length",
+    }
 
 
 def test_completion_knows_what_is_imported_late():

@@ -31,6 +31,7 @@ def chat(arguments: argparse.Namespace) -> int:
         max_seq_len=length,
         block_size=arguments.block_size,
         cache_dtype=arguments.cache_dtype,
+        residual_length=arguments.residual_length,
         **{"prefix_cache": True} | prefix_options(arguments),
     ) as engine:
         conversation = Conversation(engine, opened, system, max_new_tokens)

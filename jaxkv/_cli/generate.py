@@ -57,6 +57,7 @@ def generate(arguments: argparse.Namespace) -> int:
         block_size=arguments.block_size,
         longest=max(map(len, tokens)) + max_new_tokens,
         cache_dtype=arguments.cache_dtype,
+        residual_length=arguments.residual_length,
         evict=_eviction(arguments),
         **prefix_options(arguments),
     ) as engine:

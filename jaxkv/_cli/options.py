@@ -19,6 +19,8 @@ def add_model(add: Any, default: str | None) -> None:
     dtype = "the checkpoint's" if default is None else "float32 for the built-in model, else the checkpoint's"
     add("--dtype", help=f"compute and cache in this dtype; default: {dtype}")
     add("--cache-dtype", choices=DTYPES, help="store keys and values in this; default: what is computed in")
+    newest = "with a quantized --cache-dtype: read so many of the newest tokens as bfloat16, such as 32; default: none"
+    add("--residual-length", type=parse_count, help=newest)
     add("--devices", type=int, default=1, help="divide model and cache over so many devices; default: %(default)s")
     add("--block-size", type=int, help="tokens per block; default: what the kernels of the platform take, 16 on a CPU")
     add("--prefix-disk", type=pathlib.Path, help="a folder that keeps the blocks of prompts for the next call")
@@ -195,5 +197,6 @@ def add_plan(commands: Any) -> None:
     )
     add("--block-size", type=int, action="append", help="only this; may be given several times")
     add("--dtype", choices=DTYPES, action="append", help="only this; may be given several times")
+    add("--residual-length", type=parse_count, help="in quantized dtypes: the newest tokens that are read as bfloat16")
     add("--head-dim-multiple", type=int, help="pad head_dim to a multiple of this; default: what the chip wants, or 1")
     add("--json", action="store_true", help="print all of it as JSON")

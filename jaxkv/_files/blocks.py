@@ -60,7 +60,7 @@ class SavedBlock(NamedTuple):
 def fingerprint(config: CacheConfig, model: str | None) -> bytes:
     """Returns 16 bytes that are equal for caches whose blocks are interchangeable: of the same layers, block size and
     model."""
-    layers = [layer_facts(config, i) | {"shares_with": config.owner(i)} for i in range(config.num_layers)]
+    layers = [layer_facts(config, i) | {"shares_with": config.owner(i)} for i in range(len(config.layers))]
     for layer in layers:
         for name in ("v_head_dim", "index_dim"):  # so that blocks of before the field was there are found
             if layer[name] is None:
@@ -207,7 +207,7 @@ class BlockFiles:
         self._touch(name)
         self.counts["read"] += 1
         if block.group == self.states_group:
-            return tuple(contents.get(layer) for layer in range(self.config.num_layers))
+            return tuple(contents.get(layer) for layer in range(len(self.config.layers)))
         return list(contents.values())
 
     def stats(self) -> dict[str, int]:

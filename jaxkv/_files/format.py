@@ -307,7 +307,7 @@ def stored_states(config: CacheConfig) -> dict[tuple[int, str], StateArray]:
 
 def _render(config: CacheConfig) -> dict[str, Any]:
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    layers = [layer_facts(config, i) for i in range(config.num_layers)]
+    layers = [layer_facts(config, i) for i in range(len(config.layers))]
     for layer, found in zip(layers, config.layers, strict=True):
         if found.bounds:  # the file does not hold the bounds: loading computes them
             layer["bounds"] = True
@@ -319,8 +319,9 @@ def _render(config: CacheConfig) -> dict[str, Any]:
             layers[i]["revision"] = config.kind(i).revision
     if not config.join_kv:  # so that older readers, which do not know the field, read the file too
         del fields["join_kv"]
-    if config.snapshot_every is None:
-        del fields["snapshot_every"]
+    for name in ("snapshot_every", "residual_length"):
+        if fields[name] is None:
+            del fields[name]
     return fields | {"layers": layers, "dtype": kind_of(config.dtype, "dtype").name}
 
 

@@ -313,7 +313,12 @@ def check_layers(path: pathlib.Path | str, saved: CacheConfig, config: CacheConf
         raise CacheFileError(
             f"{path} has {saved.num_layers} layers, but the cache has {config.num_layers}: it is of another model."
         )
-    for i in range(config.num_layers):
+    if saved.residual_length != config.residual_length:
+        raise CacheFileError(
+            f"{path} was saved with residual_length={saved.residual_length}, but the cache has "
+            f"{config.residual_length}: load it into a cache with the same."
+        )
+    for i in range(len(config.layers)):
         theirs, ours = (ungroup_channels(layer_facts(c, i)) for c in (saved, config))
         wrong = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
         if set(wrong) <= {"dtype", "rotate"} and "dtype" in wrong:

@@ -64,7 +64,7 @@ def swap_out_rows(cache: Cache, rows: Any, *, with_snapshots: bool) -> tuple[Cac
         raise ValueError("swap_out cannot be part of jit: how much there is to move is data. Call it between steps.")
     moved, config = _row_list(cache, rows), cache.config
     tables = jax.device_get(cache.tables)
-    pools: list[Pool | None] = [None] * cache.num_layers
+    pools: list[Pool | None] = [None] * len(cache.pools)
     first, count, order, left, thinned = [], [], [], [], []
     for group, group_tables in enumerate(tables):
         lines = np.concatenate([moved + head * config.max_seqs for head in range(config.group_heads[group])])
@@ -97,7 +97,7 @@ def swap_out_rows(cache: Cache, rows: Any, *, with_snapshots: bool) -> tuple[Cac
         snapshots=snapshots,
         groups=config.groups,
         retentions=tuple(map(str, config.retentions)),
-        rotates=tuple(map(config.rotates, range(cache.num_layers))),
+        rotates=tuple(map(config.rotates, range(len(cache.pools)))),
         kinds=config.kind_names,
         committed=all(getattr(x, "committed", False) for x in jax.tree.leaves(cache.pools)),
     )
@@ -204,7 +204,7 @@ def make_host(
         thinned=tuple(group.thinned for group in group_rows),
         kinds=config.kind_names,
         retentions=tuple(map(str, config.retentions)),
-        rotates=tuple(map(config.rotates, range(config.num_layers))),
+        rotates=tuple(map(config.rotates, range(len(config.layers)))),
     )
 
 

@@ -76,7 +76,7 @@ def _read(
     plans: dict[int, BlockPlan],
     states: tuple[dict[str, np.ndarray] | None, ...],
 ) -> HostBlocks:
-    pools: list[Pool | None] = [None] * config.num_layers
+    pools: list[Pool | None] = [None] * len(config.layers)
     for layer in pool_layers(config):
         # One row's blocks come in the order of its table.
         found = lay_blocks(tensors, config, layer, plans[layer].padded)

@@ -114,7 +114,7 @@ def send(cache: Cache, rows: Any, *, to: Cache | str, at: Any = None) -> Cache |
     with _use_mesh(to):
         if may_share(to):
             brought = [
-                _bring_blocks(blocks[layer], to, layer) if layer in blocks else None for layer in range(to.num_layers)
+                _bring_blocks(blocks[layer], to, layer) if layer in blocks else None for layer in range(len(to.pools))
             ]
             host = make_host(to.config, lengths, sent, brought, states)
             return _put_beside(to, target, dataclasses.replace(host, snapshots=snapshots))
@@ -163,7 +163,7 @@ def lift_row(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlock
         states=split_states(to.config, place_states(states, to)),
         groups=config.groups,
         retentions=tuple(map(str, config.retentions)),
-        rotates=tuple(map(config.rotates, range(cache.num_layers))),
+        rotates=tuple(map(config.rotates, range(len(cache.pools)))),
         kinds=config.kind_names,
     )
 
@@ -171,7 +171,7 @@ def lift_row(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlock
 @functools.partial(jax.jit, static_argnames="sizes")
 def _row_blocks(cache: Cache, row: jax.Array, first: jax.Array, count: jax.Array, *, sizes: tuple[int, ...]):
     """Returns `sizes` blocks of a row for each layer, with undefined contents behind the last block."""
-    pools: list[Pool | None] = [None] * cache.num_layers
+    pools: list[Pool | None] = [None] * len(cache.pools)
     for group, (tables, size) in enumerate(zip(cache.tables, sizes, strict=True)):
         i = jnp.arange(size, dtype=jnp.int32)
         skipped = None if tables.skipped is None else tables.skipped[row]
@@ -192,7 +192,7 @@ def _read_distinct(cache: Cache, name: str, rows: Any) -> np.ndarray:
 
 
 def _check_layers(cache: Cache, to: Cache) -> None:
-    ours, theirs = ([layer_facts(x.config, i) for i in range(x.num_layers)] for x in (cache, to))
+    ours, theirs = ([layer_facts(x.config, i) for i in range(len(x.pools))] for x in (cache, to))
     if len(ours) != len(theirs):
         raise ValueError(
             f"Rows of {len(ours)} layers cannot be sent to a cache of {len(theirs)}: it is another model's."

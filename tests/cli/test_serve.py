@@ -477,10 +477,15 @@ def test_those_programs_are_compiled_before_it_listens(monkeypatch):
         serve, "open_model", lambda _: types.SimpleNamespace(model=types.SimpleNamespace(max_seq_len=64))
     )
     monkeypatch.setattr(jaxkv, "Engine", lambda *_, **__: engine)
-    options = "seed max_seqs max_seq_len memory block_size max_waiting cache_dtype prefix_disk prefix_disk_bytes"
+    options = "seed max_seqs max_seq_len memory block_size max_waiting cache_dtype residual_length"
     with pytest.raises(Compiled) as told:
         serve.serve(
-            types.SimpleNamespace(warmup=True, host="127.0.0.1", port=free_port(), **dict.fromkeys(options.split()))
+            types.SimpleNamespace(
+                warmup=True,
+                host="127.0.0.1",
+                port=free_port(),
+                **dict.fromkeys(f"{options} prefix_disk prefix_disk_bytes".split()),
+            )
         )
     assert told.value.args[0] == {"kinds": ("greedy", "sampled", "filtered"), "logprobs": (MOST_LOGPROBS,)}
 

@@ -38,15 +38,29 @@ class Checksum:
         for layer, window in enumerate(self.windows):
             k, v = (x.astype(jnp.float32)[..., None, None] for x in (tokens, values))
             cache = jaxkv.write(cache, k, v, layer=layer)
-            k, v = (x[..., 0, 0].astype(jnp.int32) for x in cache.read(layer, rows, position))
+            end = cache.lengths[:, None]
+            k, v = read_tokens(cache, layer, rows, position, end)
             if self.indexed and layer == 0:
                 cache = jaxkv.write_index(cache, tokens.astype(jnp.float32)[..., None], layer=0)
                 block, offset = cache.slots(rows, position, layer=0)
                 k = cache.pool(0).index.keys[block, 0, 0, offset, 0].astype(jnp.int32)
-            end = cache.lengths[:, None]
             seen = (position < end) & is_seen(position, end, window)
             total += jnp.sum(jnp.where(seen, (k + 1) * weight(layer, v), 0), axis=1, dtype=jnp.int32)
         return jax.nn.one_hot(total % VOCAB, VOCAB)[: logits_at.shape[0]], cache
+
+
+def read_tokens(cache, layer, rows, position, end, row=slice(None)):
+    """Returns the keys and values that queries of rows `row` see of a layer, those before `end`: the newest ones in its
+    residual layer, where it has one."""
+
+    def read(layer):
+        return [x[..., 0, 0].astype(jnp.int32)[row] for x in cache.read(layer, rows, position)]
+
+    stored, residual = read(layer), cache.config.residual_layer(layer)
+    if residual is None:
+        return stored
+    is_newest = position >= end - cache.config.residual_length
+    return [jnp.where(is_newest, new, old) for new, old in zip(read(residual), stored, strict=True)]
 
 
 @jax.tree_util.register_static
@@ -88,7 +102,7 @@ class Several(Checksum):
         for layer, window in enumerate(self.windows):
             k, v = (x.astype(jnp.float32)[..., None, None] for x in (tokens, token.position))
             cache = jaxkv.write(cache, k, v, layer=layer)
-            k, v = (x[..., 0, 0].astype(jnp.int32)[row] for x in cache.read(layer, rows, position))
+            k, v = read_tokens(cache, layer, rows, position, end, row)
             seen = (position < end) & (position >= end - (window or LONGEST))
             total += jnp.sum(jnp.where(seen, (k + 1) * weight(layer, v), 0), axis=1, dtype=jnp.int32)
         if self.wrong:

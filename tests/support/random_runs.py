@@ -38,6 +38,7 @@ class Shape:
     devices: int = 1
     cache_dtype: str | None = None
     is_latent: bool = False
+    residual_length: int | None = None
 
 
 SHAPES = [
@@ -61,6 +62,9 @@ SHAPES = [
     Shape((7,), step_tokens=12),
     Shape(MIXED, cache_dtype="int8", step_tokens=16),
     Shape(MIXED, is_latent=True, step_tokens=16),
+    Shape(MIXED, cache_dtype="int8", residual_length=4, prefix_cache=True, block_size=4, step_tokens=16),
+    Shape(cache_dtype="int8", residual_length=6, prefix_cache=True, draft="ngram", step_tokens=24, block_size=4),
+    Shape(cache_dtype="int8", residual_length=5, devices=2, steps_per_dispatch=2, step_tokens=11),
 ]
 
 
@@ -84,7 +88,8 @@ def model_of(shape: Shape) -> Any:
 def options_of(shape: Shape) -> dict[str, Any]:
     evict = shape.evict and jaxkv.Eviction(shape.evict, 0.6, every=5)
     sizes = {"max_seq_len": LONGEST, "block_size": shape.block_size, "evict": evict}
-    return sizes | ({"cache_dtype": shape.cache_dtype} if shape.cache_dtype else {})
+    stored = {"cache_dtype": shape.cache_dtype, "residual_length": shape.residual_length}
+    return sizes | {name: x for name, x in stored.items() if x is not None}
 
 
 def new_engine(shape: Shape, draw: random.Random, spill_bytes: int) -> jaxkv.Engine:
@@ -113,7 +118,7 @@ def lone_engine(shape: Shape) -> jaxkv.Engine:
 def lone_tokens(shape: Shape, prompt: tuple[int, ...], fields: tuple[tuple[str, Any], ...]) -> list[list[int]]:
     alone = Shape(
         shape.windows, block_size=shape.block_size, evict=shape.evict, cache_dtype=shape.cache_dtype,
-        is_latent=shape.is_latent,
+        is_latent=shape.is_latent, residual_length=shape.residual_length,
     )  # fmt: skip
     engine = lone_engine(alone)
     request = engine.submit(list(prompt), **dict(fields))

@@ -41,6 +41,7 @@ def serve(arguments: argparse.Namespace) -> int:
         longest=min(opened.model.max_seq_len, 8192),
         max_waiting=arguments.max_waiting,
         cache_dtype=arguments.cache_dtype,
+        residual_length=arguments.residual_length,
         **{"prefix_cache": True} | prefix_options(arguments),
     )
     if arguments.warmup:

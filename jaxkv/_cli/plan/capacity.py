@@ -198,10 +198,9 @@ class _Sizes:
         self.kinds = self.layers if apart else tuple(counts)
         self.state_bytes = state_copies * sum(layer.state_bytes for layer in self.layers)
         probe = self.make_config(1)
-        self.group_bytes = [
-            sum(probe.bytes_per_layer_block(i) * (1 if apart else counts[self.kinds[i]]) for i in group)
-            for group in probe.groups
-        ]
+        each = [1 if apart else counts[kind] for kind in self.kinds]
+        each += [each[i] for i in probe.residual_layers]
+        self.group_bytes = [sum(probe.bytes_per_layer_block(i) * each[i] for i in group) for group in probe.groups]
 
     def make_config(self, rows: int) -> CacheConfig:
         """Returns a config with one layer of each kind; its number of blocks is set later."""

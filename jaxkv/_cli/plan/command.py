@@ -104,6 +104,7 @@ class _Planner:
                         head_dim_multiple=multiple,
                         join_kv=join_kv,
                         state_copies=devices.context,
+                        **self._residual(dtypes[0]),
                     )
                 except ValueError as error:
                     found, why = None, why or str(error)  # the first of several reasons
@@ -159,10 +160,15 @@ class _Planner:
                 layers, rows, length, max_seq_len=max_seq_len, step_tokens=arguments.step_tokens,
                 block_size=said or self._default_size(dtypes[0], multiple, rows, max_seq_len), dtype=dtypes[0],
                 head_dim_multiple=multiple, join_kv=self.join_kv, state_copies=devices.context,
+                **self._residual(dtypes[0]),
             ) // devices.context)
             for dtypes in kinds
             if arguments.dtype is not None or FORMATS[dtypes[0]].bytes_per_element <= 2
         ]  # fmt: skip
+
+    def _residual(self, dtype: str) -> dict[str, Any]:
+        length = self.arguments.residual_length
+        return {"residual_length": length} if length is not None and FORMATS[dtype].is_quantized else {}
 
     def _default_size(self, dtype: str, head_dim_multiple: int, max_seqs: int | None, max_seq_len: int) -> int:
         kinds = [kind_of(dtype, "--dtype")]

@@ -129,7 +129,7 @@ def attention_work(cache: CacheConfig, length: float, index: IndexConfig | None 
     """Returns for a row of `length` tokens the bytes that all layers read of the cache, those that read another's keys
     included, the products that a head computes with them, and those of all indexers."""
     read = computed = scored = 0.0
-    for i, layer in enumerate(cache.layers):
+    for i, layer in enumerate(cache.layers[: cache.num_layers]):
         if not layer.is_recurrent:
             reach = layer.retention.visible_tokens
             tokens = length if reach is None else min(length, reach)
@@ -139,6 +139,10 @@ def attention_work(cache: CacheConfig, length: float, index: IndexConfig | None 
                 read += cache.index_bytes_per_block(i) / cache.block_size * length
                 scored += index.heads * index.dim * length
             read += cache.bytes_per_block_read(i) / cache.block_size * tokens
+            if (residual := cache.residual_layer(i)) is not None:
+                newest = min(tokens, cache.residual_length or 0)
+                more = cache.bytes_per_block_read(residual) - cache.bytes_per_block_read(i)
+                read += more / cache.block_size * newest
             computed += (layer.head_dim + layer.value_dim) * tokens
     return read, computed, scored
 

@@ -1,5 +1,6 @@
 """Attention over a cache: passes the state to the kernels."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, Unpack, overload
 
@@ -27,8 +28,9 @@ from jaxkv._core.attention.layout_adapters import (
 )
 from jaxkv._core.attention.plan import Step
 from jaxkv._core.attention.query_capture import record_queries
+from jaxkv._core.attention.residual import describe_residual, merge_outputs, shift_back, split_options
 from jaxkv._core.attention.shared_prefix import describe_sharing, find_planned_sharing
-from jaxkv._core.attention.write import make_pool
+from jaxkv._core.attention.write import make_pool, store_tokens
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import flag
 from jaxkv._core.state.arguments import is_known, read_numbers, row_counts
@@ -163,24 +165,38 @@ def attention(
             return attend(q, cache, layer=layer, step=step, implementation=implementation, **options), cache
     opened, put_back = open_layer(cache, layer, step, stores=True, q=q, k=k, **name_values(cache, layer, v))
     record_queries(opened.number, q, options.get("scale"))
-    arrays, static = _split_static(_kernel_options(opened, step, q.shape[:-2], options))
-    check_heads(opened, q=q, k=k, v=v, **arrays, **static)
+    options = _kernel_options(opened, step, q.shape[:-2], options)
+    check_heads(opened, q=q, k=k, v=v, **options)
     check_extended(find_layer(cache, layer), q.shape[:-2])
     with jax.named_scope("attention"):
-        token, outs = head_spec(q.ndim - 2, NEW), _out_specs(q, static)
-        arguments = (opened, step, dict(q=q, k=k, v=v), arrays)
-        specs = (layer_specs(opened), WHOLE, dict(q=head_spec(q.ndim - 2, Q), k=token, v=token), _option_specs(arrays))
-        out, pool = run_on_shards(
-            opened.pool,
-            _store_and_attend,
-            arguments,
-            specs,
-            (outs, POOL),
-            query_heads=q.shape[-2],
-            implementation=implementation,
-            **static,
-        )
-        return out, put_back(pool)
+        out, stored = _attend_to_new(opened, step, dict(q=q, k=k, v=v), options, implementation)
+        return out, put_back(stored)
+
+
+def _attend_to_new(layer: Layer, step: Step | None, new: dict, options: dict, implementation: Any) -> tuple[Any, Layer]:
+    """Returns the output of a step's queries, and the layer with the step's keys and values."""
+    q, residual = new["q"], layer.residual
+    if residual is not None:
+        layer = dataclasses.replace(layer, residual=None)
+        layer = store_tokens(layer, step, new["k"], new["v"], implementation=implementation)
+        newest, older = split_options(layer, options)
+        out, residual = _attend_to_new(residual, step, new, newest, implementation)
+        out = _add_older(layer, step, q, out, options, older, implementation)
+        return out, dataclasses.replace(layer, residual=residual)
+    arrays, static = _split_static(options)
+    token, outs = head_spec(q.ndim - 2, NEW), _out_specs(q, static)
+    specs = (layer_specs(layer), WHOLE, dict(q=head_spec(q.ndim - 2, Q), k=token, v=token), _option_specs(arrays))
+    out, pool = run_on_shards(
+        layer.pool,
+        _store_and_attend,
+        (layer, step, new, arrays),
+        specs,
+        (outs, POOL),
+        query_heads=q.shape[-2],
+        implementation=implementation,
+        **static,
+    )
+    return out, dataclasses.replace(layer, pool=pool)
 
 
 def _store_and_attend(
@@ -279,25 +295,54 @@ def attend(
     if causal is not True or num_tokens is not None:
         opened, query_lens, query_starts = _open_memory(cache, layer, step, q, causal, num_tokens)
         given, read = None, _kernel_options(opened, None, q.shape[:-2], options) | {"causal": False}
+        opened = dataclasses.replace(opened, residual=None)  # other sequences have no newest tokens here
     else:
         opened, _ = open_layer(cache, layer, step, q=q)
         record_queries(opened.number, q, options.get("scale"))
         given, read = step, _kernel_options(opened, step, q.shape[:-2], options)
-    arrays, static = _split_static(read)
-    check_heads(opened, q=q, **arrays, **static)
+    check_heads(opened, q=q, **read)
     with jax.named_scope("attend"):
-        arguments = (opened, given, q, query_lens, query_starts, arrays)
-        specs = (layer_specs(opened), WHOLE, head_spec(q.ndim - 2, Q), WHOLE, WHOLE, _option_specs(arrays))
-        return run_on_shards(
-            opened.pool,
-            _attend,
-            arguments,
-            specs,
-            _out_specs(q, static),
-            query_heads=q.shape[-2],
-            implementation=implementation,
-            **static,
-        )
+        return _attend_to_stored(opened, given, q, read, implementation, query_lens, query_starts)
+
+
+def _attend_to_stored(
+    layer: Layer,
+    step: Step | None,
+    q: jax.Array,
+    options: dict,
+    implementation: Any,
+    query_lens: jax.Array | None = None,
+    query_starts: jax.Array | None = None,
+) -> Any:
+    if (residual := layer.residual) is not None:
+        layer = dataclasses.replace(layer, residual=None)
+        newest, older = split_options(layer, options)
+        out = _attend_to_stored(residual, step, q, newest, implementation)
+        return _add_older(layer, step, q, out, options, older, implementation)
+    arrays, static = _split_static(options)
+    arguments = (layer, step, q, query_lens, query_starts, arrays)
+    specs = (layer_specs(layer), WHOLE, head_spec(q.ndim - 2, Q), WHOLE, WHOLE, _option_specs(arrays))
+    return run_on_shards(
+        layer.pool,
+        _attend,
+        arguments,
+        specs,
+        _out_specs(q, static),
+        query_heads=q.shape[-2],
+        implementation=implementation,
+        **static,
+    )
+
+
+def _add_older(
+    layer: Layer, step: Step | None, q: jax.Array, newest: Any, given: dict, older: dict | None, implementation: Any
+) -> Any:
+    """Returns the output over all tokens from that over the newest ones, for the options of a call and those for older
+    tokens."""
+    if older is None:
+        return newest
+    layer = dataclasses.replace(layer, tables=shift_back(layer.tables, layer.config))
+    return merge_outputs(layer, newest, _attend_to_stored(layer, step, q, older, implementation), given)
 
 
 def _attend(
@@ -388,7 +433,12 @@ def explain(
     arguments |= read_options(found, read)
     choice = pallas_kernels.explain(platform=platform, implementation=implementation, **arguments)
     reads_once = cascades and cascade_refusal(choice.implementation, bundle_call(**arguments)) is None
-    notes = _describe_tokens(read) + _describe_padding(found) + describe_sharing(found, reads_once)
+    notes = (
+        _describe_tokens(read)
+        + _describe_padding(found)
+        + describe_residual(found)
+        + describe_sharing(found, reads_once)
+    )
     return choice._replace(reason=choice.reason + notes)
 
 

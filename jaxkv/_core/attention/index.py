@@ -68,7 +68,8 @@ def write_index[C: (Cache, Layer)](
     with jax.named_scope("write_index"):
         specs = (layer_specs(opened), WHOLE, WHOLE)
         arguments = (opened, step, index_k)
-        return put_back(run_on_shards(opened.pool, _store, arguments, specs, POOL, implementation=implementation))
+        pool = run_on_shards(opened.pool, _store, arguments, specs, POOL, implementation=implementation)
+        return put_back(dataclasses.replace(opened, pool=pool))
 
 
 def _check_writer(layer: Layer, implementation: str | None) -> None:

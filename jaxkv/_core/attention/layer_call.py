@@ -12,7 +12,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.head_rows import HEAD_ROW_FIELDS
 from jaxkv._core.state.shard_local import find_head_shard
 from jaxkv._core.state.sharding import POOL, WHOLE
-from jaxkv._core.state.state import Layer, Pool
+from jaxkv._core.state.state import Layer
 from jaxkv._core.state.state_repr import check_living
 from jaxkv._core.state.state_slots import StateLayer
 
@@ -84,7 +84,10 @@ def find_layer(cache: Any, layer: Any) -> Layer:
                 f"take cache.with_layer({owner}, layers[{owner}]).layers[{i}] once layer {owner} is written."
             )
         return cache
-    return cache.layer(layer)
+    found = cache.layer(layer)
+    if found.layer_config.is_residual:
+        raise IndexError(f"layer must be an integer from 0 to {cache.num_layers - 1}, not {layer!r}.")
+    return found
 
 
 def is_layer(cache: Any, layer: Any, kind: type[Layer] | type[StateLayer], hint: str = "") -> bool:
@@ -108,8 +111,8 @@ def is_layer(cache: Any, layer: Any, kind: type[Layer] | type[StateLayer], hint:
 
 def open_layer(
     cache: Any, layer: Any, step: Step | None, *, stores: bool = False, **arrays: Any
-) -> tuple[Layer, Callable[[Pool], Any]]:
-    """Returns one layer with its tables settled for a step, and a function that puts a new pool back where it was.
+) -> tuple[Layer, Callable[[Layer], Any]]:
+    """Returns one layer with its tables settled for a step, and a function that puts it back, with new pools.
 
     Args:
       cache: a cache, or one of its layers, which needs no `layer`.
@@ -126,14 +129,19 @@ def open_layer(
 
 def settle_layer(
     cache: Any, layer: Any, found: Layer, token_axes: tuple[int, ...], step: Step | None
-) -> tuple[Layer, Callable[[Pool], Any]]:
-    """Returns the layer that was found, its tables settled for a step, and a function that puts a new pool back."""
+) -> tuple[Layer, Callable[[Layer], Any]]:
+    """Returns the layer that was found, its tables settled for a step, and a function that puts it back, with new
+    pools."""
     if isinstance(cache, Layer):
-        found = dataclasses.replace(found, tables=settle_tables(found.tables, found.group, token_axes, step))
-        return found, lambda pool: dataclasses.replace(found, pool=pool)
+        return _settle(found, token_axes, step), lambda stored: stored
     cache = settle_cache(cache, token_axes, step)
-    found = cache.layer(layer)
-    return found, lambda pool: cache.with_layer(layer, dataclasses.replace(found, pool=pool))
+    return cache.layer(layer), lambda stored: cache.with_layer(layer, stored)
+
+
+def _settle(layer: Layer, token_axes: tuple[int, ...], step: Step | None) -> Layer:
+    residual = None if layer.residual is None else _settle(layer.residual, token_axes, step)
+    tables = settle_tables(layer.tables, layer.group, token_axes, step)
+    return dataclasses.replace(layer, tables=tables, residual=residual)
 
 
 def check_extended(layer: Layer, token_axes: tuple[int, ...]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 import pallas_kernels
 from jaxkv._core.attention.attention_options import read_tree, tree_positions
+from jaxkv._core.attention.residual import shift_back
 from jaxkv._core.attention.shared_prefix import can_share, count_blocks_read, find_sharing
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
@@ -108,9 +109,18 @@ class Step:
     def _bytes_read(self, together: int) -> Any:
         if self.top_k is not None:
             return self._bytes_chosen(self.top_k)
-        group, size = 0, self.config.bytes_per_block_read(self.config.groups[0][0])
+        layer = self.config.groups[0][0]
+        if (residual := self.config.residual_layer(layer)) is None:
+            return self._layer_bytes(layer, self.tables[0], together)
+        tables = shift_back(self.tables[0], self.config)
+        return self._layer_bytes(layer, tables, together) + self._layer_bytes(
+            residual, self.tables[self.config.group(residual)], together
+        )
+
+    def _layer_bytes(self, layer: int, tables: BlockTables, together: int) -> Any:
+        group, size = self.config.group(layer), self.config.bytes_per_block_read(layer)
         shared = None if self.shared is None else self.shared[group]
-        blocks = count_blocks_read(self.config, self.tables[group], group, shared, together)
+        blocks = count_blocks_read(self.config, tables, group, shared, together)
         return blocks.astype(jnp.float32) * size if isinstance(blocks, jax.core.Tracer) else int(blocks) * size
 
 

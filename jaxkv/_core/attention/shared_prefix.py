@@ -23,6 +23,8 @@ def find_sharing(config: CacheConfig, tables: BlockTables, group: int, queries: 
     before = tables.lengths - tables.new
     if config.group_sink_blocks[group]:  # rows are read one by one
         return jnp.zeros((4, before.shape[0]), jnp.int32)
+    if config.residual_length is not None:  # queries read their newest tokens elsewhere, each its own
+        before = jnp.maximum(before - config.residual_length, 0)
     first = config.first_retained_block(group, before)
     if tables.skipped is not None:  # what rows share stands in the same columns, or is read one by one
         before, first = before - tables.skipped * config.block_size, jnp.maximum(first - tables.skipped, 0)

@@ -62,9 +62,18 @@ def write[C: (Cache, Layer)](
     opened, put_back = open_layer(cache, layer, step, stores=True, k=k, **name_values(cache, layer, v))
     check_heads(opened, k=k, v=v)
     with jax.named_scope("write"):
-        token = head_spec(k.ndim - 2, NEW)
-        arguments, specs = (opened, step, k, v), (layer_specs(opened), WHOLE, token, token)
-        return put_back(run_on_shards(opened.pool, _store, arguments, specs, POOL, implementation=implementation))
+        return put_back(store_tokens(opened, step, k, v, implementation=implementation))
+
+
+def store_tokens(layer: Layer, step: Step | None, k: Any, v: Any, *, implementation: str | None) -> Layer:
+    """Returns a layer with this step's keys and values, and so its residual layer."""
+    residual, token = layer.residual, head_spec(k.ndim - 2, NEW)
+    if residual is not None:
+        layer = dataclasses.replace(layer, residual=None)
+        residual = store_tokens(residual, step, k, v, implementation=implementation)
+    arguments, specs = (layer, step, k, v), (layer_specs(layer), WHOLE, token, token)
+    pool = run_on_shards(layer.pool, _store, arguments, specs, POOL, implementation=implementation)
+    return dataclasses.replace(layer, pool=pool, residual=residual)
 
 
 def _store(layer: Layer, step: Step | None, k: jax.Array, v: jax.Array | None, *, implementation: str | None) -> Pool:

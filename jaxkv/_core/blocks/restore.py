@@ -128,7 +128,8 @@ def layer_facts(config: CacheConfig, layer: int) -> dict[str, Any]:
         "rotate": config.rotates(layer),
     }
     states = {} if said["states"] is None else {"states": [list(array) for array in config.layers[layer].states or ()]}
-    return {name: x for name, x in said.items() if name not in ("bounds", "states")} | states
+    left_out = ("bounds", "states") if said["is_residual"] else ("bounds", "states", "is_residual")
+    return {name: x for name, x in said.items() if name not in left_out} | states
 
 
 def ungroup_channels(described: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv._core.cache.inspection import Views
 from jaxkv._core.cache.key_bounds import renew_bounds
@@ -108,7 +109,12 @@ class Cache(Views):
             cache = self._with_stack(self.config.stack(number)[0], layer.pool)
         group = self.config.group(number)
         tables = _mark_failures(self.tables[group], layer.tables)
-        return cache.replace(tables=(*self.tables[:group], tables, *self.tables[group + 1 :]))
+        cache = cache.replace(tables=(*self.tables[:group], tables, *self.tables[group + 1 :]))
+        if layer.residual is None:
+            return cache
+        residual = self.config.residual_layer(number)
+        assert residual is not None
+        return cache.with_layer(residual, layer.residual)
 
     def _with_state_layer(self, i: Any, layer: StateLayer) -> "Cache":
         number, place = self._place(i)
@@ -154,14 +160,20 @@ class Cache(Views):
         form = self.config.form(layer)
         numbers, scale = self.config.encode(layer, stack_kv(k, v, axis=0))
         token = Pool(form.pack_head(numbers), scale).like(pool)
-        row, start = form.locate_head(head)
+        stored_head, start = form.locate_head(head)
         number = jnp.arange(pool.kv.shape[2], dtype=jnp.int32)
-        arguments, specs = (pool, block, offset, jnp.int32(row), token, number), (POOL, *[WHOLE] * 4, head_spec(0))
+        arguments, specs = (
+            (pool, block, offset, jnp.int32(stored_head), token, number),
+            (POOL, *[WHOLE] * 4, head_spec(0)),
+        )
         pool = run_on_shards(pool, put_token, arguments, specs, POOL, start=start)
         if pool.bounds is not None:
             filled = jnp.clip(length - column * self.config.block_size, 0, self.config.block_size)
             pool = renew_bounds(pool, block[None], filled[None], config=self.config, layer=layer)
-        return self.replace_pool(self.config.owner(layer), pool)
+        cache, residual = self.replace_pool(self.config.owner(layer), pool), self.config.residual_layer(layer)
+        if residual is None or not np.asarray(self.slots(row, position, layer=residual)[0]).any():
+            return cache
+        return cache.store(residual, row, head, position, k, v)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -197,9 +209,16 @@ class Layers(Sequence[Layer | StateLayer]):
                 continue
             layer = self._cache.layer(i)
             if self._cache.config.owner(i) != i:
-                yield dataclasses.replace(layer, pool=None, place=None)  # type: ignore[arg-type]
+                yield dataclasses.replace(layer, pool=None, place=None, residual=None)  # type: ignore[arg-type]
             else:
-                yield layer if layer.place is None else dataclasses.replace(layer, pool=self._cache.pool(i), place=None)
+                yield self._split(layer)
+
+    def _split(self, layer: Layer) -> Layer:
+        """Returns a layer with a pool of its own, a copy of its slice of a stack's."""
+        if layer.place is None:
+            return layer
+        residual = None if layer.residual is None else self._split(layer.residual)
+        return dataclasses.replace(layer, pool=self._cache.pool(layer.number), place=None, residual=residual)
 
     def tree_flatten(self) -> tuple[tuple[Layer | StateLayer, ...], None]:
         return tuple(self), None

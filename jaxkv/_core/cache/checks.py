@@ -145,7 +145,7 @@ def check_invariants(cache: Cache) -> None:
     check_on_host(cache, "check_invariants")
     config = cache.config
     assert len(cache.tables) == len(config.groups), "one BlockTables for each group"
-    assert len(cache.pools) == config.num_layers, "one pool for each layer"
+    assert len(cache.pools) == len(config.layers), "one pool for each layer"
     for layer, pool in enumerate(cache.pools):
         if pool is None:
             stands_alone = config.owner(layer) == layer and config.stack(layer)[:1] == (layer,)

@@ -218,7 +218,7 @@ def partition_specs(
         BlockTables(**fields | ({} if evict else evicts) | ({} if slide else slides))
         for evict, slide in zip(config.group_evicts, config.group_slides, strict=True)
     )
-    pools = tuple(pool(i) if config.stack(i)[:1] == (i,) else None for i in range(config.num_layers))
+    pools = tuple(pool(i) if config.stack(i)[:1] == (i,) else None for i in range(len(config.layers)))
     states: tuple[Any, ...] = ()
     if config.recurrent_layers:
         firsts = {layers[0] for layers in config.state_stacks}
@@ -266,7 +266,7 @@ def _init_states(config: CacheConfig, count: int = 1) -> tuple[dict[str, jax.Arr
         front = (slots, len(layers)) if config.stacked else (slots,)
         return {a.name: jnp.zeros((*front, *a.shape), a.dtype) for a in config.layers[i].states or ()}
 
-    return tuple(map(zeros, range(config.num_layers)))
+    return tuple(map(zeros, range(len(config.layers))))
 
 
 def _count_group_shards(config: CacheConfig, mesh: Mesh | AbstractMesh, heads: str | None) -> tuple[int, ...]:
@@ -327,7 +327,7 @@ def _init_pools(
         arrays = (None if shape is None else zeros(shape, dtype) for shape, dtype in pairs)
         return Pool.bundle(*arrays, heads=heads, context=context, num_shards=own)
 
-    return tuple(pool(i) if config.stack(i)[:1] == (i,) else None for i in range(config.num_layers))
+    return tuple(pool(i) if config.stack(i)[:1] == (i,) else None for i in range(len(config.layers)))
 
 
 def _init_tables(config: CacheConfig, group_shards: Sequence[int] | None = None) -> tuple[BlockTables, ...]:

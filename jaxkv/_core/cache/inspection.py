@@ -3,9 +3,11 @@
 Sizes are Python numbers outside `jit` and traced arrays inside.
 """
 
+import dataclasses
 import functools
 import html
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -41,6 +43,13 @@ class Views:
     def layer(self, layer: Any) -> Layer:
         """Returns one layer's pool and tables as a pytree of their own. See `layers`."""
         number, place = self._place(layer)
+        found = self._find_layer(number, place)
+        if (residual := self.config.residual_layer(number)) is None:
+            return found
+        own = self._find_layer(residual, self._place(layer, self.config.residual_layers)[1])
+        return dataclasses.replace(found, residual=own)
+
+    def _find_layer(self, number: int, place: Any) -> Layer:
         tables = self.tables[self.config.group(number)]
         pool = self.pools[self.config.stack(number)[0]]
         assert pool is not None
@@ -76,12 +85,14 @@ class Views:
         start = stack.index(self.config.owner(layer)) * size
         return jax.tree.map(lambda x: x[start : start + size], found.pool)
 
-    def _place(self, layer: Any) -> tuple[int, Any]:
-        """Returns the index of an equal layer, and the layer's index in its stack; None: its pool has one layer."""
-        config = self.config
+    def _place(self, layer: Any, held_by: Mapping[int, int] | None = None) -> tuple[int, Any]:
+        """Returns the index of an equal layer, and the layer's index in its stack; None: its pool has one layer.
+        With `held_by`, the index is that of the layer which it names."""
+        config, held_by = self.config, held_by or {}
         if not isinstance(layer, tuple | jax.Array):
             owner = config.owner(layer)  # raises for an index out of range, negative ones too
-            return int(layer), jnp.int32(self._stack(owner).index(owner)) if config.stacked else None
+            holder = held_by.get(owner, owner)
+            return int(layer), jnp.int32(self._stack(holder).index(holder)) if config.stacked else None
         if not config.stacked:
             raise ValueError(
                 f"layer must be an integer for this cache, not {show(layer)}: to scan over layers, say scan=True on "
@@ -101,9 +112,9 @@ class Views:
         )
         if config.owner(number) != number:
             raise ValueError(f"Layer {number} shares another's keys and values: its index must be a number.")
-        stack = self._stack(number)
+        stack, holders = self._stack(held_by.get(number, number)), [held_by.get(i, i) for i in range(config.num_layers)]
         index = read_period(layer[1], -(-(config.num_layers - number) // config.period)) * config.period + number
-        places = np.array([stack.index(i) if i in stack else 0 for i in range(config.num_layers)], np.int32)
+        places = np.array([stack.index(i) if i in stack else 0 for i in holders], np.int32)
         return number, jnp.asarray(places).at[index].get(mode="clip", wrap_negative_indices=False)
 
     def _stack(self, layer: int) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ def check_states(cache: Cache) -> None:
     assert (cache.state_slots is not None) == bool(config.recurrent_layers), "slots where layers keep states"
     if cache.state_slots is None:
         return
-    assert len(cache.states) == config.num_layers, "states, or None, for each layer"
+    assert len(cache.states) == len(config.layers), "states, or None, for each layer"
     for i, (layer, states) in enumerate(zip(config.layers, cache.states, strict=True)):
         stack = config.state_stack(i)
         assert (states is not None) == (stack[:1] == (i,)), f"layer {i} keeps a state, or is stacked behind another"

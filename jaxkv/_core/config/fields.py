@@ -12,6 +12,7 @@ class LayoutFields(TypedDict, total=False):
     head_dim_multiple: int | None
     join_kv: bool | Literal["head"] | None
     stacked: bool
+    residual_length: int | None
 
 
 class SizeFields(LayoutFields, total=False):

@@ -1,5 +1,7 @@
 """What layers cannot be stored together, refused by name: the rules that `CacheConfig` holds its fields against."""
 
+from collections.abc import Sequence
+
 from jaxkv._core.config.byte_sizes import ByteSizes
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import MOST_INDEX
@@ -38,6 +40,32 @@ def check_recurrent(config: ByteSizes) -> None:
             f"CacheConfig.layers[{recurrent[0]}] is one {config.layers[recurrent[0]].retention}, which has a pool of "
             'its own, and cannot be stored with layout="contiguous": leave it out.'
         )
+
+
+def check_residual(config: ByteSizes, layers: Sequence[LayerConfig], length: int) -> None:
+    """Raises ValueError if the newest `length` tokens of some of a model's layers cannot be stored apart."""
+    if not any(layer.keeps_quantized(config.dtype) for layer in layers):
+        raise ValueError(
+            f"CacheConfig.residual_length={length} is for quantized layers, and no layer is one: leave it out, or "
+            'choose a dtype such as "int4".'
+        )
+    if config.layout == "contiguous":
+        raise ValueError(
+            f"CacheConfig.residual_length={length} frees the blocks of older tokens, and with "
+            'layout="contiguous" no block is freed: leave one out.'
+        )
+    for i, layer in enumerate(layers):
+        owner = layer if layer.shares_with is None else layers[layer.shares_with]
+        if not owner.keeps_quantized(config.dtype):
+            continue
+        wrong = [name for name in ("chunk", "evict", "index_dim") if getattr(layer, name) is not None]
+        if layer.window is not None and layer.window <= length:
+            wrong.append("window")
+        if wrong:
+            raise ValueError(
+                f"CacheConfig.residual_length={length} does not go with {wrong[0]}={getattr(layer, wrong[0])!r} of "
+                f'layer {i}: give that layer dtype="bfloat16", or leave residual_length out.'
+            )
 
 
 def check_snapshots(config: ByteSizes, every: int) -> None:

@@ -97,6 +97,8 @@ class LayerConfig:
         Index keys are stored in the layer's format, in int8 if that is int4, with one scale a token. Not with
         `evict="head"`.
       states: for a layer that keeps a state instead of keys and values, its arrays; see `recurrent`.
+      is_residual: whether the layer holds the newest tokens of a quantized one. `CacheConfig` makes such layers, by its
+        `residual_length`; models do not name them.
 
     >>> LayerConfig(num_kv_heads=2, head_dim=64).dim
     128
@@ -116,6 +118,7 @@ class LayerConfig:
     states: tuple[StateArray, ...] | None = None
     v_head_dim: int | None = None
     index_dim: int | None = None
+    is_residual: bool = False
 
     @functools.cached_property
     def retention(self) -> Full:
@@ -149,6 +152,7 @@ class LayerConfig:
             raise ValueError(f'LayerConfig.evict must be "layer", "head" or None, not {show(self.evict)}.')
         _ = self.retention  # raises if the options do not go together
         object.__setattr__(self, "bounds", flag("LayerConfig.bounds", self.bounds))
+        object.__setattr__(self, "is_residual", flag("LayerConfig.is_residual", self.is_residual))
         if self.bounds and self.evict == "head":
             raise ValueError(
                 'LayerConfig.bounds are of blocks that hold all heads, and with evict="head" each head has blocks of '
@@ -229,6 +233,17 @@ class LayerConfig:
                     f"A layer that keeps a state takes no {field.name}, which is for attention layers: leave "
                     f"{field.name}={show(getattr(self, field.name))} out."
                 )
+
+    def keeps_quantized(self, dtype: Any) -> bool:
+        """Tells whether the layer stores keys and values of its own, and quantized, in a cache of `dtype`."""
+        if self.is_recurrent or self.shares_with is not None:
+            return False
+        return kind_of(self.dtype or dtype, "dtype").is_quantized
+
+    def make_residual(self, length: int) -> "LayerConfig":
+        """Makes the layer that holds the newest `length` tokens of this one, in bfloat16."""
+        shape = {name: getattr(self, name) for name in ("num_kv_heads", "head_dim", "v_head_dim", "rank")}
+        return LayerConfig(**shape, window=length, dtype="bfloat16", is_residual=True)
 
     @property
     def is_recurrent(self) -> bool:

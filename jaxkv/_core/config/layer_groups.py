@@ -32,6 +32,7 @@ class Groups:
 
     # Fields of `CacheConfig`, which inherits this class.
     layers: tuple[LayerConfig, ...]
+    dtype: Any
     max_seqs: int
     max_seq_len: int
     block_size: int
@@ -39,6 +40,7 @@ class Groups:
     layout: Literal["paged", "contiguous"]
     stacked: bool
     snapshot_every: int | None
+    residual_length: int | None
 
     @property
     def contiguous(self) -> bool:
@@ -47,13 +49,13 @@ class Groups:
 
     @property
     def num_layers(self) -> int:
-        """Layers, recurrent ones included; L in shapes."""
-        return len(self.layers)
+        """Layers of the model, recurrent ones included; L in shapes. Residual layers follow them in `layers`."""
+        return sum(not layer.is_residual for layer in self.layers)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers are equal."""
-        return len(set(self.layers)) == 1
+        """Whether all layers of the model are equal."""
+        return len(set(self.layers[: self.num_layers])) == 1
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -215,8 +217,19 @@ class Groups:
 
     @functools.cached_property
     def period(self) -> int:
-        """Number of layers after which their sequence repeats; the last period may be incomplete."""
-        return find_period(self.layers)
+        """Number of the model's layers after which their sequence repeats; the last period may be incomplete."""
+        return find_period(self.layers[: self.num_layers])
+
+    @functools.cached_property
+    def residual_layers(self) -> dict[int, int]:
+        """Of each layer that has a residual layer, the index of that: the layer that holds its newest tokens."""
+        given = self.layers[: self.num_layers]
+        quantized = (i for i, layer in enumerate(given) if layer.keeps_quantized(self.dtype))
+        return dict(zip(quantized, range(self.num_layers, len(self.layers)), strict=False))
+
+    def residual_layer(self, layer: int) -> int | None:
+        """Returns the layer that holds the newest tokens of what a layer reads; None: there is none."""
+        return self.residual_layers.get(self.owner(layer))
 
     def owner(self, layer: int) -> int:
         """Returns the layer whose keys and values a layer reads: itself, or `shares_with`."""
@@ -235,7 +248,7 @@ class Groups:
 
     def layer_config(self, layer: int) -> LayerConfig:
         """Returns the config of one layer. Raises IndexError, also for a negative index."""
-        if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < self.num_layers:
+        if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < len(self.layers):
             raise IndexError(f"layer must be an integer from 0 to {self.num_layers - 1}, not {layer!r}.")
         return self.layers[layer]
 

@@ -187,6 +187,7 @@ class Layer:
     pool: Pool  # None in a list of layers if the layer reads another's pool, whose writes it would miss
     tables: BlockTables
     place: jax.Array | None = None  # i32[]: index of the layer in its stack's pool; None: the pool has one layer
+    residual: "Layer | None" = None  # the layer that holds the newest tokens of this one, which is quantized
     number: int = dataclasses.field(metadata={"static": True})  # its index; in a stack, that of an equal layer
     config: CacheConfig = dataclasses.field(metadata={"static": True})
 

@@ -157,7 +157,8 @@ class Engine(Servable, Resumable, Updatable):
         logits_hook, self.seed, hook_args = read_hook(logits_hook), read_seed(seed), HookArgs()
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
         self.eos_ids = read_model_eos(model_config)
-        guesses = read_draft(draft, draft_tokens, draft_branches, model, logits_hook, self.steps_per_dispatch)
+        of_steps = (logits_hook, self.steps_per_dispatch, sizes.get("residual_length"))
+        guesses = read_draft(draft, draft_tokens, draft_branches, model, *of_steps)
         models = split_model(model := take_local_model(model))
         if processes := list_engine_processes(models[0]):
             refuse_options(prefill=prefill, disk=disk)

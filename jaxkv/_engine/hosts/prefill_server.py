@@ -172,5 +172,5 @@ def describe_layers(config: CacheConfig) -> list[str]:
     """Returns what each layer stores, in words that must be equal where rows come from and go to."""
     return [
         str(sorted((layer_facts(config, i) | {"revision": config.kind(i).revision}).items()))
-        for i in range(config.num_layers)
+        for i in range(len(config.layers))
     ]

@@ -131,7 +131,13 @@ class NGrams:
 
 
 def read_draft(
-    draft: Any, draft_tokens: Any, draft_branches: Any, model: Any, hook: Any, steps_per_dispatch: int
+    draft: Any,
+    draft_tokens: Any,
+    draft_branches: Any,
+    model: Any,
+    hook: Any,
+    steps_per_dispatch: int,
+    residual_length: Any = None,
 ) -> tuple[int, int]:
     """Returns the draft tokens of a step (0: no drafting) and their branches. Raises ValueError."""
     branches = integer("draft_branches", draft_branches, least=1, most=64)
@@ -152,7 +158,7 @@ def read_draft(
             raise ValueError(f'draft must be a model, "ngram" or None, not {show(draft)}.')
         if branches > 1:
             _check_branches(model, hook)
-            _check_trees(model)
+            _check_trees(model, residual_length)
         return count, branches
     if not callable(draft) or not hasattr(draft, "layer_configs"):
         raise ValueError(f'draft must be a model, "ngram" or None, not {show(draft)}.')
@@ -176,7 +182,12 @@ def _has_windows(model: Any) -> bool:
     return any(layer.retention.visible_tokens is not None for layer in model.layer_configs)
 
 
-def _check_trees(model: Any) -> None:
+def _check_trees(model: Any, residual_length: Any) -> None:
+    if residual_length is not None:
+        raise ValueError(
+            f"draft_branches make a tree, and residual_length={residual_length} goes by positions in a row: leave one "
+            "of them out."
+        )
     for i, layer in enumerate(model.layer_configs):
         if layer.index_dim is not None:
             raise ValueError(
