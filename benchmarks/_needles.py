@@ -16,7 +16,9 @@ import jaxkv
 CITIES = ("Paris", "Tokyo", "Cairo", "Lima", "Oslo", "Delhi", "Rome", "Seoul")
 ROWS, CHUNK, ASKED, ANSWER, BLOCK = len(CITIES), 256, 64, 6, 16  # each of ASKED tokens ends in a row's question
 LENGTHS, SHARES = (1024, 4096, 8192), (0.5, 0.25)
-KINDS = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
+# How keys and values are stored: a dtype, and of quantized ones how many of the newest tokens are read as bfloat16.
+KINDS = {name: {"dtype": name} for name in ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")}
+KINDS["int4, residual 32"] = {"dtype": "int4", "residual_length": 32}
 WINDOW, SINKS = 1024, 4
 
 
@@ -92,13 +94,13 @@ def count_found(model: Any, text: Any, cache: jaxkv.Cache, hay: Haystack) -> int
     return sum(x.strip().startswith(number) for x, number in zip(said, hay.numbers, strict=True))
 
 
-def make_config(layers: Any, dtype: str = "float32") -> jaxkv.CacheConfig:
+def make_config(layers: Any, **stored: Any) -> jaxkv.CacheConfig:
     """Returns the config of a cache for the longest rows that share all but their ends, or of which each keeps half."""
     room, apart = max(LENGTHS) + ANSWER + BLOCK, ASKED + ANSWER + 2 * BLOCK
     if any(layer.evict for layer in layers):
         apart += room // 2
-    return jaxkv.CacheConfig(layers=tuple(layers), max_seqs=ROWS, max_seq_len=room, block_size=BLOCK, dtype=dtype,
-                             max_tokens=room + ROWS * apart)  # fmt: skip
+    return jaxkv.CacheConfig(layers=tuple(layers), max_seqs=ROWS, max_seq_len=room, block_size=BLOCK,
+                             **{"dtype": "float32"} | stored, max_tokens=room + ROWS * apart)  # fmt: skip
 
 
 class Search:
@@ -116,7 +118,7 @@ class Search:
             for layer in self.plain
         ))  # fmt: skip
         ways: list[tuple[str, Any, jaxkv.CacheConfig]] = [
-            *((f"stored as {kind}", self.model, make_config(self.plain, kind)) for kind in KINDS),
+            *((f"stored as {kind}", self.model, make_config(self.plain, **stored)) for kind, stored in KINDS.items()),
             (f"window of {WINDOW}, {SINKS} sink tokens", narrow, make_config(narrow.layer_configs)),
         ]
         for name, model, config in ways:

@@ -21,19 +21,18 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import _needles
 import _thinning
 import jax
 import jax.numpy as jnp
 import numpy as np
 from _harness import RESULTS, commit, save, table
 from _models import Windowed, first_layers, load_gemma3, load_smollm2, read_chosen_blocks, unroll
+from _needles import KINDS, Search
 
 import jaxkv
 
 LENGTH, CHUNK = 2048, 256
 SOURCES = ("argparse", "dataclasses", "textwrap", "statistics")
-KINDS = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
 WINDOWS = ((1024, None), (1024, 4), (256, None), (256, 4))
 PROMPT, AFTER, SHARES = 1024, 256, (0.5, 0.25)
 DRAFTED, NEW = 256, 96
@@ -79,9 +78,19 @@ def measure_loss(model: Any, documents: np.ndarray, **fields: Any) -> dict[str, 
         losses.append(total / (len(tokens) - 1))
         cache = jaxkv.free(cache, [0])
     half = len(losses) // 2
-    bits = 8 * config.bytes_per_block / config.block_size / sum(2 * layer.dim for layer in config.layers)
     return {"English": float(np.mean(losses[:half])), "source": float(np.mean(losses[half:])),
-            "both": float(np.mean(losses)), "bits a number": bits}  # fmt: skip
+            "both": float(np.mean(losses)), "bits a number": count_bits(config)}  # fmt: skip
+
+
+def count_bits(config: jaxkv.CacheConfig) -> float:
+    """Returns the bits of a number of a row's keys and values: those of the model's layers, and a share of those that
+    residual layers hold of LENGTH tokens."""
+    residual, every = set(config.residual_layers.values()), LENGTH // config.block_size
+    held = [
+        config.row_blocks(g, LENGTH) / every if residual & {*layers} else 1 for g, layers in enumerate(config.groups)
+    ]
+    block = sum(share * config.bytes_per_group_block(g) for g, share in enumerate(held))
+    return 8 * block / config.block_size / sum(2 * layer.dim for layer in config.layers[: config.num_layers])
 
 
 def compare(name: str, rows: Iterator[dict[str, Any]], keep: Callable[[list[dict[str, Any]]], Any]) -> None:
@@ -97,8 +106,8 @@ def compare(name: str, rows: Iterator[dict[str, Any]], keep: Callable[[list[dict
 
 
 def kinds(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
-    for kind in KINDS:
-        yield {"stored as": kind} | measure_loss(model, documents, dtype=kind)
+    for kind, stored in KINDS.items():
+        yield {"stored as": kind} | measure_loss(model, documents, **stored)
 
 
 def replace_kind(kind: str, model: Any, documents: np.ndarray) -> None:
@@ -107,14 +116,14 @@ def replace_kind(kind: str, model: Any, documents: np.ndarray) -> None:
     rows = saved["rows"]["kinds"]
     if saved["tokens"] != documents.size:
         raise SystemExit(f"The rows of before are of {saved['tokens']} tokens: leave --length out.")
-    row = {"stored as": kind} | measure_loss(model, documents, dtype=kind)
+    row = {"stored as": kind} | measure_loss(model, documents, **KINDS[kind])
     row["cost, %"] = 100 * (row["both"] / rows[0]["both"] - 1)
-    save_part("kinds", documents, began, [row if x["stored as"] == kind else x for x in rows], f"kinds, {kind}")
+    place, others = list(KINDS).index(kind), [x for x in rows if x["stored as"] != kind]
+    save_part("kinds", documents, began, [*others[:place], row, *others[place:]], f"kinds, {kind}")
     table([row])
     began, way = time.process_time(), f"stored as {kind}"
     (found,) = search_needles().find_stored(way)
     others = [x for x in saved["rows"]["needles"] if x["way"] != way]
-    place = KINDS.index(kind)  # as the rows of kinds come first, in their order
     save_part("needles", documents, began, [*others[:place], found, *others[place:]], f"needles, {kind}")
     table([found])
 
@@ -218,10 +227,10 @@ def needles(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
         yield from rows
 
 
-def search_needles() -> _needles.Search:
+def search_needles() -> Search:
     model, text = load_gemma3()
     words = text.encode("\n".join(pydoc_data.topics.topics.values()), special=False)
-    return _needles.Search(model, text, words)
+    return Search(model, text, words)
 
 
 def save_part(
@@ -243,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=list(PARTS), help="all, if none is named")
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a document that are read")
-    parser.add_argument("--stored", choices=KINDS[1:], help="measure this kind alone, and nothing else")
+    parser.add_argument("--stored", choices=list(KINDS)[1:], help="measure this kind alone, and nothing else")
     arguments = parser.parse_args()
     model, text = load_smollm2()
     documents = read_documents(text)[:, : arguments.length]

@@ -185,7 +185,7 @@ def said_of(line: str) -> list[str]:
         ],
         "int8, float8 and int4 caches": [
             f"{row['cost, %']:.2f} %"
-            for kind in ("int8", "float8_e4m3fn", "int4")
+            for kind in ("int8", "float8_e4m3fn", "int4", "int4, residual 32")
             for row in measured("quality", {"stored as": kind})
         ],
         "`generate`, 200 prompts": [],  # of several runs: see below
@@ -251,5 +251,8 @@ def test_storing_less_costs_what_was_measured():
     lines = (ROOT / "docs/store_less.md").read_text().splitlines()
     for row in measured("quality"):
         if (kind := row.get("stored as", "float32")) not in ("float32", "bfloat16"):
-            (line,) = (line for line in lines if line.startswith("|") and f'"{kind}"' in line)
+            dtype, _, residual = kind.partition(", residual ")
+            rows = (line for line in lines if line.startswith("|") and f'"{dtype}"' in line)
+            (line,) = (line for line in rows if ("residual_length" in line) == bool(residual))
+            assert not residual or f"residual_length={residual}" in line
             assert f"{row['cost, %']:.2f} %" in line, kind
