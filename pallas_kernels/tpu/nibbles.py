@@ -25,6 +25,7 @@ from pallas_kernels.common.quantization import (
     SCALE_PARTS,
     SCALES_TRIED,
     TINY,
+    UNITS_TRIED,
     StorageFormat,
     count_parts,
     find_codes,
@@ -204,8 +205,8 @@ def encode_groups(x: jax.Array, format: StorageFormat, groups: int) -> tuple[jax
     unit = jnp.maximum(largest, TINY) / format.largest
     parts = count_parts(size_of, unit)
     least, best = None, jnp.full_like(unit, float(SCALES_TRIED[0]))
-    for tried in SCALES_TRIED:
-        lost = _sum_lanes(jnp.square(lose_parts(parts, tried)), size)
+    for tried, tried_unit in zip(SCALES_TRIED, UNITS_TRIED, strict=True):
+        lost = _sum_lanes(jnp.square(lose_parts(parts, tried_unit)), size)
         if least is None:
             least = lost
             continue

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import in_tiles
-from nightly import NIGHTLY
+from nightly import NIGHTLY, compiles_for_cpus
 
 import pallas_kernels
 from pallas_kernels import reference, testing
@@ -18,6 +18,8 @@ from pallas_kernels.common.quantization import (
     SCALE_PARTS,
     SCALES_TRIED,
     TINY,
+    find_least_at_once,
+    find_least_in_turn,
 )
 from pallas_kernels.testing import Case
 from pallas_kernels.xla import int8_product as digits
@@ -72,6 +74,26 @@ def test_what_is_stored_of_a_head_depends_on_it_alone(kind):
     assert (got[0, 0] == 0).all() and np.isfinite(got[3, 3]).all()
     lost = ~np.isfinite(got)
     assert lost[1, 1].all() and lost[2, 2].all() and lost.sum() == 2 * 64
+
+
+def test_scales_tried_in_turn_and_at_once_are_the_same():
+    """The first of several that lose as much; entries that fill a group count for nothing."""
+    rng = np.random.default_rng(0)
+    parts = np.round(np.abs(rng.normal(0, 900, (400, 3, 32)))).astype(np.float32)
+    parts[:50] = 0  # all scales lose as much
+    is_entry = np.ones(parts.shape, np.float32)
+    is_entry[:, 2, 20:] = parts[:, 2, 20:] = 0
+    at_once, in_turn = (np.asarray(jax.jit(f)(parts, is_entry)) for f in (find_least_at_once, find_least_in_turn))
+    np.testing.assert_array_equal(at_once, in_turn)
+    assert len(np.unique(at_once)) == len(SCALES_TRIED)
+
+
+@pytest.mark.skipif(not compiles_for_cpus(), reason="what another compiler keeps is its own")
+def test_a_prompt_is_stored_in_four_bits_in_little_memory():
+    """Not the eight scales that are tried of each number at a time."""
+    x = jax.ShapeDtypeStruct((8, 256, 4, 128), jnp.bfloat16)
+    memory = jax.jit(FORMATS["int4"].encode).lower(x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 3.5 * 4 * x.size
 
 
 def test_all_bits_of_int4_are_levels():
