@@ -41,21 +41,22 @@ def draw_step(layer, seed, places):
 
 
 def decode_stored(config, layer, k, v):
-    """Returns keys and values `[T, K, .]` of one row as a quantized layer gives them back."""
-    found, kind = config.layers[layer], config.kind(layer)
-    kv = (
-        jnp.asarray(k)[None]
-        if v is None
-        else jnp.concatenate([v, k], -1)[None]
-        if found.v_head_dim
-        else jnp.stack([k, v])
-    )
-    numbers, scale = config.encode(layer, jnp.moveaxis(kv, 1, 2)[None])
-    both = kind.decode(numbers, scale, found.row_dim, found.row_rank)
-    both = np.moveaxis(np.asarray(rotate(both) if config.rotates(layer) else both)[0], 1, 2)
+    """Returns keys and values `[T, K, .]` of one row as a quantized layer gives them back, token by token."""
+    found, count = config.layers[layer], len(k)
+    k, v = (None if x is None else np.pad(x, [(0, 48 - count), (0, 0), (0, 0)]) for x in (k, v))  # one program
+    both = np.asarray(_decode_stored(config, layer, k, v))[:, :count]
     if found.row_rank is None:
         return both
     return both[0][..., found.v_head_dim or 0 :], both[0][..., : found.row_rank]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _decode_stored(config, layer, k, v):
+    found, kind = config.layers[layer], config.kind(layer)
+    pair = [k] if v is None else [jnp.concatenate([v, k], -1)] if found.v_head_dim else [k, v]
+    numbers, scale = config.encode(layer, jnp.moveaxis(jnp.stack(pair), 1, 2)[None])
+    both = kind.decode(numbers, scale, found.row_dim, found.row_rank)
+    return jnp.moveaxis((rotate(both) if config.rotates(layer) else both)[0], 1, 2)
 
 
 def attend_one(
@@ -264,6 +265,8 @@ def test_what_else_reads_a_cache():
     stored = decode_stored(config, 1, k[0], v[0])
     for found, wanted in zip(cache.token(0, 12, layer=1), stored, strict=True):
         np.testing.assert_allclose(found, wanted[12], atol=1e-6)
+    for found, wanted in zip(cache.token(0, 12, layer=3), (k, v), strict=True):
+        np.testing.assert_array_equal(found, wanted[0, 12])
     assert len(cache.layers) == cache.num_layers == 2 and len(list(cache.layers)) == 2
     # Another sequence's queries read all tokens as stored.
     q = draw(1, ROWS, 2, HEADS, D)
