@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.reblock import GroupRows, gather_slots, reblock
-from jaxkv._core.blocks.restore import pool_layers, put_rows
+from jaxkv._core.blocks.restore import model_layers, put_rows
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
@@ -76,8 +76,10 @@ def from_dense(
             )
         plans.append(plan)
 
+    quantized = {residual: layer for layer, residual in config.residual_layers.items()}
+
     def read(layer: int) -> Pool:
-        slots, own = plans[config.group(layer)].padded, pool_layers(config).index(layer)
+        slots, own = plans[config.group(layer)].padded, model_layers(config).index(quantized.get(layer, layer))
         kind = config.kind(layer)
         exact = jnp.float32 if kind.is_quantized else kind.storage_dtype  # keys and values may come in different dtypes
         keys, values = (None if x[own] is None else jnp.asarray(x[own]).astype(exact) for x in (k, v))
@@ -145,10 +147,10 @@ def _config(k: list[Any], v: list[Any], layers: Sequence[LayerConfig] | None, fi
         size = CacheConfig(layers=layers, **fields | {"max_tokens": fields["max_seqs"]}).block_size
         fields = fields | {"max_tokens": fields["max_seqs"] * -(-fields["max_seq_len"] // size) * size}
     config = CacheConfig(layers=layers, **fields)
-    named = [(config.layers[i].num_kv_heads, config.layers[i].head_dim) for i in pool_layers(config)]
+    named = [(config.layers[i].num_kv_heads, config.layers[i].head_dim) for i in model_layers(config)]
     if named != given:
         raise ValueError(f"layers say (num_kv_heads, head_dim) {named}, but the arrays have {given}.")
-    stored = [config.layers[i] for i in pool_layers(config)]
+    stored = [config.layers[i] for i in model_layers(config)]
     check_latent(stored, v)
     check_widths(stored, v)
     return config

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.blocks.restore import pool_layers
+from jaxkv._core.blocks.restore import model_layers
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.dense_caches import natural
 from jaxkv._core.config.validation import integer
@@ -74,7 +74,7 @@ def to_flax(
     refuse_latent(cache, "A Flax model")
     refuse_gaps(cache.config, "to_flax takes")
     modules = _modules(collection, paths)
-    layers = pool_layers(cache.config)
+    layers = model_layers(cache.config)
     if len(modules) != len(layers):
         raise ValueError(
             f"The collection has {len(modules)} layers, but the cache has {len(layers)}: give the collection of the "

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.blocks.restore import pool_layers
+from jaxkv._core.blocks.restore import model_layers
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.state.head_rows import refuse_gaps
@@ -86,7 +86,7 @@ def to_hugging_face(
     position = np.arange(places)[None] - start[:, None]
     mask = jnp.asarray((position >= 0) & (position < lengths[:, None]), jnp.int32)
     layers = []
-    for layer in pool_layers(cache.config):
+    for layer in model_layers(cache.config):
         k, v = cache.read(layer, np.broadcast_to(chosen[:, None], position.shape), position)
         layers.append((k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)))
     return tuple(layers), mask

@@ -253,6 +253,18 @@ def test_rows_move_as_other_rows_do(tmp_path):
         jaxkv.send(cache, [0], to=jaxkv.init(config.replace(residual_length=None)), at=[0])
 
 
+def test_dense_arrays_come_and_go():
+    """What others keep dense becomes both, and goes back as it is stored."""
+    config = make_config(LAYER, LAYER)
+    cache, k, v = fill(config)
+    fields = {name: getattr(config, name) for name in ("block_size", "dtype", "residual_length", "max_seq_len")}
+    found = jaxkv.convert.from_dense([k] * 2, [v] * 2, np.array([13, 4, 0]), max_seqs=ROWS, **fields)
+    np.testing.assert_array_equal(attend_all(found)[0], attend_all(cache)[0])
+    layers, _ = jaxkv.convert.to_hugging_face(cache)
+    assert len(layers) == 2
+    np.testing.assert_array_equal(layers[1][0][0], cache.separate(1)[0][0][:, :13])
+
+
 def test_a_row_goes_back_no_further_than_its_newest_tokens():
     cache = jaxkv.extend(fill(make_config())[0], [0, 0, 0])
     assert not jaxkv.truncate(cache, [12, 4, 0]).failed.any()
@@ -318,6 +330,7 @@ def test_the_config():
         ((jaxkv.LayerConfig(num_kv_heads=K, head_dim=D, chunk=8),), {}, "chunk=8 of layer 0"),
         ((jaxkv.LayerConfig(num_kv_heads=K, head_dim=D, evict="layer"),), {}, "evict='layer' of layer 0"),
         ((jaxkv.LayerConfig(num_kv_heads=K, head_dim=D, index_dim=4),), {}, "index_dim=4 of layer 0"),
+        ((LAYER.make_residual(5),), {}, "names residual layers alone"),
         ((LAYER,), {"residual_length": 0}, "residual_length must be at least 1, not 0"),
         ((LAYER,), {"residual_length": "32"}, "residual_length must be an integer"),
     ],

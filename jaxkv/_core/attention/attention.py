@@ -178,8 +178,8 @@ def _attend_to_new(layer: Layer, step: Step | None, new: dict, options: dict, im
     q, residual = new["q"], layer.residual
     if residual is not None:
         layer = dataclasses.replace(layer, residual=None)
-        layer = store_tokens(layer, step, new["k"], new["v"], implementation=implementation)
         newest, older = split_options(layer, options)
+        layer = store_tokens(layer, step, new["k"], new["v"], implementation=implementation)
         out, residual = _attend_to_new(residual, step, new, newest, implementation)
         out = _add_older(layer, step, q, out, options, older, implementation)
         return out, dataclasses.replace(layer, residual=residual)

@@ -116,8 +116,13 @@ def empty_rows(cache: Cache) -> np.ndarray:
 
 
 def pool_layers(config: CacheConfig) -> list[int]:
-    """Returns the layers that store keys and values of their own."""
+    """Returns the layers that store keys and values of their own, residual layers included."""
     return [i for i, layer in enumerate(config.layers) if layer.shares_with is None and not layer.is_recurrent]
+
+
+def model_layers(config: CacheConfig) -> list[int]:
+    """Returns the model's layers that store keys and values of their own: those without their residual layers."""
+    return [i for i in pool_layers(config) if not config.layers[i].is_residual]
 
 
 def layer_facts(config: CacheConfig, layer: int) -> dict[str, Any]:

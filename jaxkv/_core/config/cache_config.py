@@ -67,7 +67,7 @@ class CacheConfig(MadeLike):
       snapshot_every: with recurrent layers, the states of a row after every so many tokens stay in slots of their own,
         so that `truncate` can go back there: see `snapshots`. A multiple of `block_size`. Default: none stay.
       residual_length: for quantized layers, the number of tokens that a query reads as bfloat16: the newest ones, its
-        own included. Older ones it reads as stored. 32 leave a twentieth of what int4 costs SmolLM2-135M. Each
+        own included. Older ones it reads as stored. 32 leave a sixth of what int4 costs SmolLM2-135M. Each
         quantized layer then has a residual layer, which stores these tokens in blocks of their own, as a layer with
         such a window does, and so `truncate` goes back no further than they reach; residual layers follow the model's
         in `layers`. KIVI (https://arxiv.org/abs/2402.02750) introduced the buffer. Default: none.
@@ -161,6 +161,11 @@ class CacheConfig(MadeLike):
 
     def _settle_residual(self, put) -> None:
         given = tuple(layer for layer in self.layers if not layer.is_residual)
+        if not given:
+            raise ValueError(
+                "CacheConfig.layers names residual layers alone, which CacheConfig makes by itself: give the model's "
+                "layers, and residual_length."
+            )
         if self.residual_length is not None:
             put("residual_length", integer("CacheConfig.residual_length", self.residual_length, least=1))
             checks.check_residual(self, given, self.residual_length)
