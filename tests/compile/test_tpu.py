@@ -109,6 +109,17 @@ def test_the_model_of_memory(chip):
         check_memory(line["kernels"])
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="what its kernels are given is tried by day, in the interpreter")
+@pytest.mark.parametrize("chip", ["v6e", "tpu7x"])
+def test_a_decode_step_with_residual_layers(chip):
+    """Three kernels a layer: four bits are written, and read up to the newest tokens, which are written and read."""
+    for program in compile_for(chip, "2", "residual", script="tpu_model.py"):
+        assert program["kernels"] == 3 * program["layers"], program
+        assert program["temp"] < 0.01 * program["pools"] + 1.1 * program["logits"], program
+        assert not program["large copies"], program
+        assert program["alias"] >= program["cache"] - program["unread"], program
+
+
 LAID_OUT_ANEW = "XLA turns all weights of a scan in every step on tpu7x, those of a plain scan over two products too"
 
 

@@ -1,7 +1,8 @@
 """Compiles whole decode steps of models of real size for a TPU that is not there, and prints what the compiler says.
 
 A script of its own, like tpu_programs.py: `python tpu_model.py v6e`, `python tpu_model.py v6e 4` for the first four
-layers only, or `python tpu_model.py v6e scan` for layers that are scanned.
+layers only, or `python tpu_model.py v6e scan` for layers that are scanned. `python tpu_model.py v6e 4 residual`: in
+int4, with the newest tokens in bfloat16.
 """
 
 from tpu_programs import TOPOLOGIES, devices  # first of all, for it sets the environment up
@@ -22,6 +23,7 @@ import jaxkv
 from jaxkv.models import Decoder, DecoderConfig, Rope
 
 ROWS, CONTEXT, BLOCK_SIZE = 8, 8192, 16
+FOUR_BITS = {"dtype": "int4", "block_size": 128, "residual_length": 32, "step_tokens": 64}
 
 
 def llama(num_layers, embed_dim, mlp_dim, num_heads, head_dim, tied):
@@ -51,16 +53,16 @@ def size(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def compile_step(mesh, config, scan):
+def compile_step(mesh, config, scan, stored):
     def on_chip(tree):
         whole = NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
 
     model = jax.eval_shape(lambda: Decoder(config, dtype="bfloat16", scan=scan and "stacked", rngs=nnx.Rngs(0)))
+    fields = {"block_size": BLOCK_SIZE, "head_dim_multiple": 128, "join_kv": True} | stored
     cache_config = jaxkv.CacheConfig.from_model(
-        model, max_seqs=ROWS, max_seq_len=CONTEXT, num_blocks=ROWS * CONTEXT // BLOCK_SIZE, block_size=BLOCK_SIZE,
-        head_dim_multiple=128, join_kv=True,
-    )  # fmt: skip
+        model, max_seqs=ROWS, max_seq_len=CONTEXT, max_tokens=ROWS * CONTEXT, **fields
+    )
     cache = jax.eval_shape(lambda: jaxkv.init(cache_config))
     tokens = jax.ShapeDtypeStruct((ROWS, 1), "int32")
     counts = jax.ShapeDtypeStruct((ROWS,), "int32")
@@ -85,14 +87,15 @@ def compile_step(mesh, config, scan):
     }
 
 
-def main(chip, layers=None):
+def main(chip, layers=None, residual=None):
     scan, num_layers = layers == "scan", int(layers) if layers and layers != "scan" else None
     mesh = Mesh(np.array(devices(TOPOLOGIES[chip], (1, 1, 1))[:1]), ("x",))
     names = list(MODELS)
     for name in [names[0], names[1 if chip == "v5e" else 2]]:  # 16 GB of parameters are all that a v5e holds
         config = MODELS[name]
         config = dataclasses.replace(config, windows=config.windows[:num_layers], ropes=config.ropes[:num_layers])
-        print(json.dumps({"name": name, **compile_step(mesh, config, scan)}), flush=True)
+        stored = {} if residual is None else FOUR_BITS
+        print(json.dumps({"name": name, **compile_step(mesh, config, scan, stored)}), flush=True)
 
 
 if __name__ == "__main__":
