@@ -2,12 +2,11 @@
 
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cli.test_chat import folder  # noqa: F401
 from cli.test_serve import httpx, served  # noqa: F401
+from dense_logprobs import make_logprobs
 
 from jaxkv import models
 from jaxkv._cli.http.openai_format import Completion
@@ -52,15 +51,7 @@ def read_scores(answer, counts):
 @pytest.fixture(scope="module")
 def logprobs(folder):  # noqa: F811
     """The log-probabilities of all tokens at each position, of a forward pass without a cache."""
-    model = models.load(folder)
-    run = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens[None], cache=None)[0][0]))
-
-    def compute(tokens):
-        padded = np.zeros(256, np.int32)
-        padded[: len(tokens)] = tokens
-        return np.asarray(run(jnp.asarray(padded)))[: len(tokens)]
-
-    return compute
+    return make_logprobs(models.load(folder), 256)
 
 
 @pytest.fixture(scope="module")

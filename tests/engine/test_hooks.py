@@ -186,8 +186,8 @@ def test_a_hook_that_raises_ends_the_requests_of_its_step_alone(how):
         jaxkv.check_invariants(engine.cache)
 
 
-@pytest.mark.parametrize("is_served", [False, True])
-def test_who_waits_for_another_request_hears_nothing_of_a_hooks_error(is_served):
+def make_raising_hook():
+    """Returns a hook that raises once, and changes nothing."""
     left = [KeyError("of the hook")]
 
     def hook(logits, rows):
@@ -195,7 +195,12 @@ def test_who_waits_for_another_request_hears_nothing_of_a_hooks_error(is_served)
             raise left.pop()
         return logits
 
-    with jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook) as engine:
+    return hook
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_who_waits_for_another_request_hears_nothing_of_a_hooks_error(is_served):
+    with jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=make_raising_hook()) as engine:
         requests = [engine.submit([1 + i, 5], 4) for i in range(4)]
         with engine.serve() if is_served else contextlib.nullcontext():
             assert requests[3].result() == continuation(WINDOWS, [4, 5], 4, None)
@@ -205,14 +210,7 @@ def test_who_waits_for_another_request_hears_nothing_of_a_hooks_error(is_served)
 
 
 def test_a_hook_that_raises_in_a_stream_ends_other_requests_of_its_step_too():
-    left = [KeyError("of the hook")]
-
-    def hook(logits, rows):
-        if left:
-            raise left.pop()
-        return logits
-
-    with jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook) as engine:
+    with jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=make_raising_hook()) as engine:
         other = engine.submit([3], 4)
         with pytest.raises(KeyError, match="of the hook"):
             list(engine.stream([[1, 2], [2, 3]], 4))

@@ -1,10 +1,10 @@
 """Log-probabilities of prompts and of chosen tokens: those of a dense pass, in whatever way they are computed."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import compiled
+from dense_logprobs import make_logprobs
 from flax import nnx
 from nightly import NIGHTLY
 
@@ -32,14 +32,7 @@ def model():
 @pytest.fixture(scope="module")
 def all_logprobs(model):
     """The log-probabilities of all tokens behind each token, of a forward pass without a cache."""
-    run = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens[None], cache=None)[0][0]))
-
-    def compute(tokens):
-        padded = np.zeros(64, np.int32)
-        padded[: len(tokens)] = tokens
-        return np.asarray(run(jnp.asarray(padded)))[: len(tokens)]
-
-    return compute
+    return make_logprobs(model, 64)
 
 
 @pytest.fixture(scope="module")

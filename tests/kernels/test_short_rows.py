@@ -45,7 +45,8 @@ CASES = {
 }  # fmt: skip
 
 
-def by_day(*names):
+def parametrize_cases(*names):
+    """Parametrizes a test over all cases by night, and over these by day."""
     return pytest.mark.parametrize("name", CASES if NIGHTLY else names)
 
 
@@ -54,22 +55,22 @@ def attend(implementation, *inputs, widen=lambda inputs: inputs, **options):
     return short_rows.run_jitted(run, *widen(testing.Inputs(*inputs)), **options)
 
 
-@by_day("packed", "first tokens", "int4")
+@parametrize_cases("packed", "first tokens", "int4")
 def test_the_reference(name):
     short_rows.check(functools.partial(attend, "reference"), *CASES[name])
 
 
-@by_day("window", "one query a row", "int4")
+@parametrize_cases("window", "one query a row", "int4")
 def test_xla_in_tiles(name):
     short_rows.check(functools.partial(attend, "xla", widen=in_tiles), *CASES[name])
 
 
-@by_day("padded", "int4")
+@parametrize_cases("padded", "int4")
 def test_xla_at_once(name):
     short_rows.check(functools.partial(attend, "xla"), *CASES[name])
 
 
-@by_day("packed")
+@parametrize_cases("packed")
 def test_xla_deterministic(name):
     short_rows.check(functools.partial(attend, "xla", widen=in_tiles, deterministic=True), *CASES[name])
 
