@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 import jaxkv
+import jaxkv.models
+from jaxkv._cli.plan.capacity import needed_bytes
+from jaxkv._cli.plan.decode_step import attention_work
 from jaxkv.testing import assert_no_copy, poison
 from pallas_kernels.common.rotation import rotate
 
@@ -429,3 +432,22 @@ def test_rows_that_share_their_first_blocks_read_them_once():
         jaxkv.attention(q, kv, kv, cache, layer=0, step=step, cascade=cascade)[0] for cascade in (True, False)
     )
     np.testing.assert_allclose(together, alone, atol=2e-6)
+
+
+def test_a_plan_counts_what_an_engine_stores():
+    """The bytes of rows, and those that a decode step reads: the newest tokens in bfloat16, the others in four bits."""
+    fields = dict(block_size=BLOCK, dtype="int4", residual_length=NEWEST)
+    needed = needed_bytes([LAYER] * 3, ROWS, 48, max_seq_len=48, step_tokens=8, **fields)
+    config = jaxkv.CacheConfig.uniform(
+        num_layers=3, num_kv_heads=K, head_dim=D, max_seqs=ROWS, max_seq_len=48, step_tokens=8, **fields
+    )
+    assert needed == config.bytes and config.group_blocks[1] < config.group_blocks[0]
+    four_bits, halves = (config.bytes_per_block_read(i) / BLOCK for i in (0, 3))
+    assert attention_work(config, 40)[0] == 3 * ((40 - NEWEST) * four_bits + NEWEST * halves)
+
+
+def test_trees_of_guesses_are_refused():
+    with pytest.raises(ValueError, match="draft_branches make a tree, and residual_length=32"):
+        jaxkv.Engine(
+            jaxkv.models.small(), cache_dtype="int4", residual_length=32, draft="ngram", draft_branches=2, max_seqs=2
+        )
