@@ -8,9 +8,7 @@ import subprocess
 import sys
 import threading
 
-import jax
 import pytest
-from flax import nnx
 from text.test_tokenizer import CHATML, write_tokenizer
 
 import jaxkv
@@ -22,19 +20,6 @@ from jaxkv._cli.plan.chips import CHIPS
 from jaxkv._cli.text import read_sampling
 from jaxkv._engine.requests.eviction_policy import SCORES
 from pallas_kernels.common.quantization import FORMATS
-
-LENGTH = 4096
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    config = models.DecoderConfig(
-        vocab_size=260, embed_dim=16, mlp_dim=24, num_heads=2, num_kv_heads=1, head_dim=8, windows=[None],
-        ropes=[models.Rope()], max_seq_len=LENGTH, attention_scale=8**-0.5, eos_ids=(257,),
-    )  # fmt: skip
-    models.save(models.Decoder(config, rngs=nnx.Rngs(jax.random.key(3))), folder)
-    return write_tokenizer(folder, CHATML)
 
 
 def answers(folder, questions, count, system=None):

@@ -19,7 +19,7 @@ CHEAP = 0.3  # a case that takes less stays: there is nothing to gain
 READ = ("tests/test_api.py", "tests/test_docs.py", "tests/test_readme.py")  # examples that users read all run by day
 ALWAYS = (  # long, and nothing shorter tries what they try
     "tests/cli/test_chat.py::test_a_chat_is_computed_once_turn_by_turn",
-    "tests/cli/test_serve.py::test_the_command",
+    "tests/cli/serve/test_serve_command.py::test_the_command",
     "tests/compile/test_gpu_compile.py::",
     "tests/core/test_by_hand.py::",
     "tests/core/test_evict_machine.py::",

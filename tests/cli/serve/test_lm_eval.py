@@ -4,9 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from cli.test_chat import folder  # noqa: F401
-from cli.test_serve import httpx, served  # noqa: F401
 from dense_logprobs import make_logprobs
+from http_server import httpx
 
 from jaxkv import models
 from jaxkv._cli.http.openai_format import Completion
@@ -49,13 +48,13 @@ def read_scores(answer, counts):
 
 
 @pytest.fixture(scope="module")
-def logprobs(folder):  # noqa: F811
+def logprobs(folder):
     """The log-probabilities of all tokens at each position, of a forward pass without a cache."""
     return make_logprobs(models.load(folder), 256)
 
 
 @pytest.fixture(scope="module")
-def asked(served, logprobs):  # noqa: F811
+def asked(served, logprobs):
     """Tokens of contexts and continuations, and what is to be read of their scores: some are greedy, some are not."""
     text, found = served[1], []
     pairs = [(c := text.encode(context), text.encode(context + more)[len(c) :]) for context, more in [*PAIRS, LONG]]
@@ -77,14 +76,14 @@ def check_scores(found, wanted):
     np.testing.assert_allclose([total for total, _ in found], [total for *_, total, _ in wanted], atol=1e-3)
 
 
-def post(served, **body):  # noqa: F811
+def post(served, **body):
     found = httpx.post(served[2] + "/v1/completions", json=write_body(**body), timeout=120)
     assert found.status_code == 200, found.text
     return found.json()
 
 
 @pytest.mark.parametrize("way", ["token ids", "a batch of token ids", "token ids alone", "again"])
-def test_continuations_of_token_ids(served, asked, way):  # noqa: F811
+def test_continuations_of_token_ids(served, asked, way):
     prompts, counts = [c + m for c, m, *_ in asked], [len(c) for c, *_ in asked]
     if way == "token ids alone":
         answers = [(post(served, prompt=prompt), [count]) for prompt, count in zip(prompts, counts, strict=True)]
@@ -95,7 +94,7 @@ def test_continuations_of_token_ids(served, asked, way):  # noqa: F811
     check_scores([x for answer, counts in answers for x in read_scores(answer, counts)], asked)
 
 
-def test_continuations_of_texts(served, asked):  # noqa: F811
+def test_continuations_of_texts(served, asked):
     """One text, or several."""
     texts, counts = [c + m for c, m in PAIRS], [len(c) for c, *_ in asked[: len(PAIRS)]]
     alone = [found for t, n in zip(texts, counts, strict=True) for found in read_scores(post(served, prompt=t), [n])]
@@ -103,7 +102,7 @@ def test_continuations_of_texts(served, asked):  # noqa: F811
     check_scores(read_scores(post(served, prompt=texts), counts), asked[: len(PAIRS)])
 
 
-def test_of_each_token_the_likeliest_are_told(served, asked, logprobs):  # noqa: F811
+def test_of_each_token_the_likeliest_are_told(served, asked, logprobs):
     """As many as are asked for, and the prompt's own; offsets are those of the text."""
     text = served[1]
     tokens = text.encode("What is the capital? Of 東京?")
@@ -123,7 +122,7 @@ def test_of_each_token_the_likeliest_are_told(served, asked, logprobs):  # noqa:
             assert choice["text"][at[i] : at[i + 1]] == (token if i else "")
 
 
-def test_a_stop_token_is_told_too(served, asked, logprobs, monkeypatch):  # noqa: F811
+def test_a_stop_token_is_told_too(served, asked, logprobs, monkeypatch):
     """As vLLM's: else the prompt's last token would be taken for what was generated."""
     engine, text, _ = served
     submit = engine.submit

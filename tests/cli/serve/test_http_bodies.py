@@ -1,0 +1,196 @@
+"""What the server reads of a request's body, and what it refuses by a sentence."""
+
+import json
+
+import pytest
+from http_server import QUESTIONS, ask, httpx
+
+from jaxkv._cli.http.openai_format import MOST_LOGPROBS, ChatCompletion, Completion, read_options
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # sockets that a client leaves
+
+
+WRONG = {
+    "no JSON": "{", "no object": "[]", "no messages": {}, "messages of another form": {"messages": [5]},
+    "a negative temperature": {"temperature": -1}, "top_p of text": {"top_p": "x"}, "no tokens": {"max_tokens": 0},
+    "stops of numbers": {"stop": [1]}, "an empty stop": {"stop": ""}, "tools": {"tools": [{"type": "function"}]},
+    "json_object": {"response_format": {"type": "json_object"}}, "logprobs of text": {"logprobs": "yes"},
+    "half a sample": {"n": 1.5}, "many samples": {"n": 129},
+    "a seed of text": {"seed": "x"}, "penalties": {"presence_penalty": 1.0},
+    "deep": "[" * 100_000, "options of a stream in a text": {"stream": True, "stream_options": "x"},
+    "a stream of text": {"stream": "yes"}, "fewer than no log-probabilities": {"logprobs": True, "top_logprobs": -1},
+    "more log-probabilities than are compiled": {"logprobs": True, "top_logprobs": 21},
+    "log-probabilities of nothing": {"top_logprobs": 2}, "min_p beyond 1": {"min_p": 2},
+    "top_k of text": {"top_k": "x"},
+    "other penalties": {"repetition_penalty": 1.1}, "a least number of tokens": {"min_tokens": 2},
+    "tokens of text": {"max_tokens": "5"},
+    "no content": {"messages": [{"role": "user"}]},
+    "null for a content": {"messages": [{"role": "user", "content": None}]},
+    "a picture": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    "a part of another kind": {"messages": [{"role": "user", "content": [{"type": "refusal", "text": "x"}]}]},
+    "a part without a form": {"messages": [{"role": "user", "content": ["x"]}]},
+    "half a character": {"messages": [{"role": "user", "content": "\ud800"}]},
+    "a prompt that is too long": {"messages": [{"role": "user", "content": "x" * 2000}]},
+    "stop tokens of text": {"stop_token_ids": ["x"]}, "an empty salt": {"cache_salt": ""},
+    "template arguments of text": {"chat_template_kwargs": "x"}, "end of a text": {"ignore_eos": "yes"},
+    "more stops than a step has time for": {"stop": [f"no {i}" for i in range(129)]},
+    "more stop tokens": {"stop_token_ids": [5] * 129}, "a stop that is a book": {"stop": "x" * 1025},
+    "messages twice": {"chat_template_kwargs": {"messages": []}}, "itself": {"chat_template_kwargs": {"self": 1}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_request_is_answered_by_a_sentence(served, name):
+    body = WRONG[name]
+    if isinstance(body, dict):
+        message = [{"role": "user", "content": "?"}]
+        body = json.dumps({"messages": message, "max_tokens": 3} | body if body else body)
+    found = httpx.post(served[2] + "/v1/chat/completions", content=body)
+    error = found.json()["error"]
+    assert found.status_code == 400 and error["type"] == "invalid_request_error" and len(error["message"]) < 400
+    assert served[0].is_served and served[0].num_waiting == 0
+
+
+def test_parts_of_text_are_one_text(client, expected):
+    first, second = QUESTIONS[0][:10], QUESTIONS[0][10:]
+    parts = [{"type": "text", "text": text} for text in (first, second)]
+    for given, same in ((parts, f"{first}\n{second}"), (parts[:1], first), ([], "")):
+        assert ask(client, given, max_tokens=9).choices[0].message.content == expected(same, 9)
+
+
+def test_a_body_beyond_all_use_is_refused(served, client, expected):
+    """A text of megabytes would keep the tokenizer, and all others, for seconds."""
+    for size, status in ((100_000, 400), (1_070_000, 413), (20_000_000, 413)):
+        found = httpx.post(served[2] + "/v1/completions", json={"prompt": " " * size}, timeout=60)
+        assert found.status_code == status and len(found.json()["error"]["message"]) < 400, found.text
+    assert ask(client, QUESTIONS[0], max_tokens=5).choices[0].message.content == expected(QUESTIONS[0], 5)
+
+
+WRONG_COMPLETIONS = {
+    "no prompt": {"prompt": None}, "an empty list": {"prompt": []}, "a prompt that is a number": {"prompt": 5},
+    "tokens of text": {"prompt": [[1, "x"]]}, "a token that there is not": {"prompt": [1, 10**6]},
+    "true as a token": {"prompt": [[True]]}, "a suffix": {"suffix": "x"}, "best_of": {"best_of": 3},
+    "logprobs of a switch": {"logprobs": True}, "no tokens": {"max_tokens": 0}, "echo of text": {"echo": "yes"},
+    "a stream of scored prompts": {"echo": True, "logprobs": 1, "stream": True},
+    "one of several": {"prompt": ["fine", "x" * 2000]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_COMPLETIONS)
+def test_a_wrong_completion_is_answered_by_a_sentence(served, name):
+    engine = served[0]
+    body = {"prompt": "x", "max_tokens": 3} | WRONG_COMPLETIONS[name]
+    found = httpx.post(served[2] + "/v1/completions", json=body)
+    assert found.status_code == 400 and len(found.json()["error"]["message"]) < 400, found.text
+    engine.wait(60)
+    assert engine.is_served and engine.is_idle
+
+
+# What vLLM takes, and OpenAI; a value that would change an answer.
+FOREIGN = {
+    "guided_json": {"type": "object"}, "guided_choice": ["a"], "guided_regex": "a+", "guided_grammar": "a",
+    "structured_outputs": {"choice": ["a"]}, "response_format": {"type": "json_object"}, "bad_words": ["a"],
+    "allowed_token_ids": [1], "logits_processors": ["a"], "min_tokens": 2, "logit_bias": {"1": 5},
+    "frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 1.1, "use_beam_search": True,
+    "length_penalty": 2.0, "best_of": 3, "truncate_prompt_tokens": 5, "prompt_logprobs": 1,
+    "skip_special_tokens": False, "return_token_ids": True, "return_tokens_as_token_ids": True, "prompt_embeds": "a",
+    "tools": [{"type": "function"}], "functions": [{}], "tool_choice": "required", "function_call": {"name": "a"},
+    "chat_template": "{{ messages }}", "continue_final_message": True, "documents": [{"text": "a"}], "echo": True,
+    "add_special_tokens": True, "thinking_token_budget": 5, "audio": {}, "modalities": ["text", "audio"],
+    "prediction": {"content": "a"}, "web_search_options": {}, "lora_path": "a", "regex": "a", "json_schema": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FOREIGN)
+def test_what_is_not_done_is_refused_by_name(served, field):
+    body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 2, field: FOREIGN[field]}
+    found = httpx.post(served[2] + "/v1/chat/completions", json=body)
+    assert found.status_code == 400 and found.json()["error"]["message"].startswith(field), found.text
+
+
+def test_fields_of_vllm_are_done(served, client, expected, monkeypatch):
+    engine, text, _ = served
+    told = []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda *a, **given: told.append((a, given)) or submit(*a, **given))
+    own = {"priority": 3, "cache_salt": "me", "top_k": -1, "ignore_eos": True}
+    ask(client, QUESTIONS[0], max_tokens=2, extra_body=own)
+    assert told[-1][1]["priority"] == 3 and told[-1][1]["salt"] == "me" and told[-1][1]["eos"] == ()
+    assert told[-1][1]["top_k"] == 0, "-1: all"
+    tokens = engine.submit(text.chat([{"role": "user", "content": QUESTIONS[0]}]), 20).result(60)
+    at = next(i for i in range(5, 20) if tokens[i] not in tokens[:i])
+    own = {"stop_token_ids": [tokens[at]], "include_stop_str_in_output": True, "priority": None}
+    found = ask(client, QUESTIONS[0], max_tokens=20, stop=["no such text"], extra_body=own)
+    assert found.choices[0].message.content == expected(QUESTIONS[0], at + 1)
+    assert found.choices[0].finish_reason == "stop" and found.usage.completion_tokens == at + 1
+    alone = ask(client, QUESTIONS[0], max_tokens=20, extra_body={"stop_token_ids": [tokens[at]]}).choices[0]
+    assert alone.message.content == expected(QUESTIONS[0], at)
+    message = [{"role": "user", "content": QUESTIONS[0]}]
+    ask(client, QUESTIONS[0], max_tokens=2, extra_body={"add_generation_prompt": False})
+    assert told[-1][0][0] == text.chat(message, add_generation_prompt=False) != text.chat(message)
+    given = []
+    monkeypatch.setattr(text, "chat", lambda *a, **more: given.append(more) or [1])
+    more = {"chat_template_kwargs": {"enable_thinking": False}}
+    ask(client, QUESTIONS[0], max_tokens=2, reasoning_effort="low", extra_body=more)
+    assert given == [{"enable_thinking": False, "reasoning_effort": "low"}]
+
+
+def test_another_model_is_not_served(served):
+    url, body = served[2] + "/v1/chat/completions", {"messages": [{"role": "user", "content": "?"}], "max_tokens": 2}
+    found = httpx.post(url, json=body | {"model": "my-lora"})
+    assert found.status_code == 404 and "'my-lora'" in found.text and "tiny" in found.text and "leave" in found.text
+    for fine in ({}, {"model": None}, {"model": "tiny"}):
+        assert httpx.post(url, json=body | fine, timeout=60).json()["model"] == "tiny"
+    assert httpx.post(url, json=body | {"model": 5}).status_code == 404
+
+
+def test_what_is_no_json_is_said_in_our_words(served):
+    for body, says in (
+        (b"", "The body is no JSON"), (b"{", "The body is no JSON"), (b'{"a": "\xff"}', "The body is no JSON"),
+        (b"[" * 100_000, "The body is nested too deeply"), (b'{"seed": ' + b"9" * 5000 + b"}", "The body is no JSON"),
+        (b'{"messages": [{"role": "user", "content": "a\\ud800"}]}', "The text has half a character"),
+    ):  # fmt: skip
+        found = httpx.post(served[2] + "/v1/chat/completions", content=body)
+        assert found.status_code == 400 and found.json()["error"]["message"].startswith(says), found.text
+    for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404)):
+        found = httpx.request(method, served[2] + path)
+        assert found.status_code == status and "/v1/chat/completions" in found.json()["error"]["message"]
+
+
+def test_what_is_off_is_taken():
+    given = {"tools": None, "presence_penalty": 0, "response_format": {"type": "text"}, "user": "me", "stop": None}
+    assert read_options(given | {"max_tokens": 5}, {"top_k": 3}, 9) == {"top_k": 3, "max_new_tokens": 5}
+    assert read_options({}, {}, 9)["max_new_tokens"] == 9
+    assert read_options({"repetition_penalty": 1.0, "ignore_eos": False, "min_tokens": 0}, {}, 9) == {
+        "max_new_tokens": 9
+    }
+    assert read_options({"max_tokens": 10**30}, {}, 9)["max_new_tokens"] < 2**31, "as many as there is room for"
+    several = {"stop": ["x" * 1024] * 128, "stop_token_ids": [5] * 128}
+    assert len(read_options(several, {}, 9)["stop"]) == 256
+    off = {"tool_choice": "auto", "function_call": "none", "skip_special_tokens": True, "modalities": ["text"]}
+    off |= {"length_penalty": 1, "best_of": 1, "guided_json": None, "tools": [], "stop_token_ids": [], "echo": False}
+    off |= {"include_stop_str_in_output": False, "cache_salt": None, "add_special_tokens": False, "bad_words": []}
+    assert read_options(off, {}, 9) == {"max_new_tokens": 9, "include_stop": False}
+    ChatCompletion(off, None)
+    wanted = {"top_k": 5, "min_p": 0.1, "seed": 5}
+    assert read_options(wanted | {"seed": 2**32 + 5}, {}, 9) == wanted | {"max_new_tokens": 9}
+
+
+def test_what_is_compiled_serves_every_number_of_log_probabilities():
+    """Another number would be a program of its own, which a server would compile while all its streams wait."""
+    asked = [
+        kind({"logprobs": wanted, "top_logprobs": 2 if wanted is True else None}, None).options()["logprobs"]
+        for kind, wanted in ((ChatCompletion, True), (Completion, 0), (Completion, 20))
+    ]
+    assert asked == [MOST_LOGPROBS] * 3
+
+
+def test_an_error_names_the_field_that_was_sent(served):
+    body = {"messages": [{"role": "user", "content": "?"}]}
+    for given, says in (
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens must be a whole number"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content must be a text"),
+    ):
+        found = httpx.post(served[2] + "/v1/chat/completions", json=body | given)
+        assert found.json()["error"]["message"].startswith(says), found.text
