@@ -14,6 +14,7 @@ from jaxkv.text.chat_template import ChatTemplate
 from jaxkv.text.gguf_tokenizer import build_tokenizer, special_tokens
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+LONG_TEXT = 10_000  # characters: some ten milliseconds
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # SentencePiece's tokens of single bytes
 
 
@@ -104,12 +105,23 @@ class Tokenizer:
                 f"The text has half a character, the lone surrogate {text[error.start]!r}: leave it out, or send the "
                 "whole one."
             ) from None
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
+        if len(text) < LONG_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens=special).ids
+        # No other thread of Python runs while `encode` does, a second for each mebibyte. Batches are encoded by threads
+        # of the library's own, of which there are few: short texts do not wait for them.
+        return self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """Returns the text of tokens; with `special` also of those that stand for no text."""
         ids = [integer("token", token, least=0, most=2**32 - 1) for token in tokens]
         return self._tokenizer.decode(ids, skip_special_tokens=not special)
+
+    def token_string(self, token: int) -> str:
+        """Returns a token as the vocabulary has it, such as `"Ġthe"`: not its text. Raises ValueError."""
+        number = integer("token", token, least=0, most=2**32 - 1)
+        if (found := self._tokenizer.id_to_token(number)) is None:
+            raise ValueError(f"The tokenizer has no token {number}, but {self.vocab_size} tokens from 0 on.")
+        return found
 
     def token_bytes(self, token: int) -> bytes:
         """Returns a token's own bytes, of which several tokens may make a character; of special ones their name's."""

@@ -1,5 +1,6 @@
 """A model's own tokenizer: special tokens once, chats by its template whatever the template does, whole characters."""
 
+import concurrent.futures
 import json
 import pathlib
 import shutil
@@ -53,6 +54,17 @@ def test_special_tokens_are_put_around_a_text_once(tmp_path):
     assert text.encode("<bos><bos>ab")[:3] == [256, 256, text.encode("a", special=False)[0]]
     assert text.decode(text.encode("ab 🙂")) == "ab 🙂"
     assert text.decode(text.encode("ab"), special=True) == "<bos>ab"
+
+
+def test_other_threads_run_while_a_book_is_read(tmp_path):
+    """One that answers clients, and one that takes an engine's steps."""
+    text, ticks = jaxkv.text.Tokenizer(write_tokenizer(tmp_path)), 0
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        tokens = threads.submit(text.encode, "a b " * 50_000)
+        while not tokens.done():
+            time.sleep(0.001)
+            ticks += 1
+    assert tokens.result() == [256, *text.encode("a b ", special=False) * 50_000] and ticks > 20, ticks
 
 
 def test_tokens_that_a_smaller_tokenizer_does_not_have_are_no_text(tmp_path):
@@ -147,6 +159,9 @@ def test_bytes_of_tokens_join_to_the_text(tmp_path):
     for said in (" Hé 🙂 東京\t\x00\x7f\xad", "\ufffd?"):
         assert b"".join(map(text.token_bytes, text.encode(said, special=False))) == said.encode()
     assert text.token_bytes(256) == b"<bos>" and text.token_bytes(300) == b""
+    assert [text.token_string(token) for token in (256, *text.encode("a é", special=False))] == ["<bos>", *"aĠÃ©"]
+    with pytest.raises(ValueError, match="no token 300, but 260"):
+        text.token_string(300)
     for byte in range(256):
         assert text.token_bytes(text._tokenizer.token_to_id(CHARACTERS[byte])) == bytes([byte])
 
