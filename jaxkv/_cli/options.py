@@ -1,6 +1,9 @@
 """The options of all commands. It imports nothing that takes time, so that help and typos are answered at once."""
 
+import argparse
+import json
 import pathlib
+import re
 from typing import Any
 
 from jaxkv._cli.units import parse_bytes, parse_count, parse_share
@@ -116,6 +119,15 @@ def add_serve(commands: Any) -> None:
     add("--served-model-name", nargs="+", help="names by which requests ask for it; default: the last part of --model")
     add("--host", default="127.0.0.1", help="default: %(default)s, this machine alone; 0.0.0.0: all who reach it")
     add("--port", type=int, default=8000, help="default: %(default)s")
+    add(
+        "--allowed-origins",
+        type=_origins,
+        nargs="+",
+        action=_Joined,
+        default=[],
+        metavar="ORIGIN",
+        help="origins whose pages a browser lets ask, such as https://example.com; '*': all; default: none",
+    )
     add("--max-seqs", type=parse_count, default=16, help="sequences computed at the same time; default: %(default)s")
     add(
         "--max-seq-len",
@@ -131,6 +143,28 @@ def add_serve(commands: Any) -> None:
     )
     add("--no-warmup", dest="warmup", action="store_false", help="listen at once, and compile when requests come")
     add("--grace", type=int, default=10, help="seconds that Ctrl-C leaves to what is running; default: %(default)s")
+
+
+class _Joined(argparse.Action):
+    """Keeps what the lists of an option's values have."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, [item for given in values for item in given])
+
+
+def _origins(text: str) -> list[str]:
+    """Parses an origin, or several as vLLM takes them, a list in JSON."""
+    try:
+        found = json.loads(text) if text.startswith("[") else [text]
+    except ValueError:
+        found = [None]
+    for origin in found:
+        if not isinstance(origin, str) or not re.fullmatch(r"\*|null|https?://[^/\s*]+", origin):
+            raise argparse.ArgumentTypeError(
+                f"{text[:80]!r} is no origin: write it as browsers do, such as https://example.com or "
+                "http://localhost:3000, without a path or a slash at its end, or '*' for all"
+            )
+    return found
 
 
 def _mean(text: str) -> float:

@@ -1,6 +1,7 @@
 """The ASGI app of an engine that is served: its routes, and what each answers."""
 
 import asyncio
+import collections
 import functools
 import logging
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import jaxkv
 from jaxkv._cli.http.answers import CLOSING, cancel, finish, list_samples, stream_answer
-from jaxkv._cli.http.body import read_body, read_json
+from jaxkv._cli.http.body import Refused, receive
 from jaxkv._cli.http.openai_format import (
     ChatCompletion,
     Completion,
@@ -20,11 +21,12 @@ from jaxkv._cli.http.openai_format import (
     describe_end,
     read_options,
 )
+from jaxkv._cli.http.token_format import detokenize, tokenize
 
 logger = logging.getLogger("jaxkv.serve")
 
-# The limit of a body's bytes: so many, and so many more for each token of max_seq_len. A tokenizer holds up all other
-# requests while it reads a text.
+# The limit of a body's bytes: so many, and so many more for each token of max_seq_len. A tokenizer takes a second for
+# each mebibyte of text.
 LEAST_LIMIT, MOST_PER_TOKEN = 1 << 20, 64
 
 
@@ -35,55 +37,62 @@ def make_app(
     eos: Any = None,
     sampling: dict[str, Any] | None = None,
     max_new_tokens: int | None = None,
+    *,
+    allowed_origins: Sequence[str] = (),
 ) -> Any:
     """Makes the ASGI app of an engine that is served, its `jaxkv.text.Tokenizer` and the model's names.
 
     Args:
       sampling, max_new_tokens: what holds where a request says nothing; None: all tokens that there is room for.
+      allowed_origins: those whose pages may ask from a browser; `"*"`: all. None by default: unlike vLLM's, this server
+        listens to its own machine alone, where any page that a user opens would come in.
     """
     from starlette.applications import Starlette
+    from starlette.middleware.cors import CORSMiddleware
     from starlette.requests import ClientDisconnect
-    from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+    from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 
     defaults = {key: value for key, value in (sampling or {}).items() if key != "seed"}
-    template = asyncio.Lock()  # one conversation at a time is rendered
-    most_tokens = max_new_tokens or engine.config.max_seq_len
-    most = LEAST_LIMIT + MOST_PER_TOKEN * engine.config.max_seq_len
+    # Of each kind of texts one is read at a time: there are few threads for them.
+    turns: dict[Any, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
+    max_model_len = engine.config.max_seq_len
+    most_tokens = max_new_tokens or max_model_len
+    most = LEAST_LIMIT + MOST_PER_TOKEN * max_model_len
     most_answers = None if engine.max_waiting is None else engine.max_waiting + engine.config.max_seqs
     running: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def refuse(error: BaseException) -> Any:
+        """Returns what a client is told of an error that is its own, or no error at all; None of others."""
+        if isinstance(error, Refused):
+            return _refusal(JSONResponse, error.status, error.kind, str(error))
+        if isinstance(error, ValueError):
+            return _refusal(JSONResponse, 400, "invalid_request_error", str(error))
+        if isinstance(error, jaxkv.EngineFull):
+            return _refusal(JSONResponse, 429, "rate_limit_error", str(error))
+        if isinstance(error, ClientDisconnect):  # in the middle of its body
+            return PlainTextResponse("The client has gone.", 499)
+        return None
 
     async def complete(kind: Any, http: Any) -> Any:
         requests: list[Any] = []
         try:
-            if (given := await read_body(http, most)) is None:
-                message = f"The body has more than {most:,} bytes: send less, or several requests."
-                return _refusal(JSONResponse, 413, "invalid_request_error", message)
-            body = read_json(given)
-            if not isinstance(body, dict):
-                raise ValueError("The body must be a JSON object.")
-            if (wanted := body.get("model")) not in (None, "", *names):
-                return _refusal(JSONResponse, 404, "not_found_error", _describe_names(wanted, names))
+            body = await receive(http, most, names)
             form = kind(body, text)
             options = read_options(body, defaults, form.default_tokens or most_tokens) | form.options()
-            async with template:
+            async with turns[kind]:
                 prompts = await asyncio.to_thread(form.prompts)
             check_count(prompts, options, most_answers)
             for prompt in prompts:
                 requests.append(engine.submit(prompt, tokenizer=text, **{"eos": eos} | options))
                 running.add(requests[-1])
-        except ValueError as error:
+        except BaseException as error:  # the client has gone meanwhile, say
             cancel(requests)
-            return _refusal(JSONResponse, 400, "invalid_request_error", str(error))
-        except jaxkv.EngineFull as error:
-            cancel(requests)
-            return _refusal(JSONResponse, 429, "rate_limit_error", str(error))
-        except ClientDisconnect:  # in the middle of its body
-            return PlainTextResponse("The client has gone.", 499)
-        except BaseException:  # the client has gone meanwhile, say
-            cancel(requests)
-            raise
-        head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": wanted or names[0]}
+            if (refusal := refuse(error)) is None:
+                raise
+            return refusal
+        name = body.get("model") or names[0]
+        head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         if body.get("stream"):
             head |= {"object": form.chunk_object}
             events = stream_answer(requests, form, head, body.get("stream_options") or {})
@@ -101,6 +110,18 @@ def make_app(
             await asyncio.sleep(0)  # that of a long prompt with log-probabilities takes a while
         return JSONResponse(head | {"object": form.object, "choices": choices, "usage": count_usage(requests)})
 
+    async def convert(write: Any, number: int, http: Any) -> Any:
+        """Answers by what is written in a thread of its own: that of texts takes a second for each mebibyte."""
+        try:
+            body = await receive(http, most, names)
+            async with turns[write]:
+                answer = await asyncio.to_thread(write, body, text, number)
+        except Exception as error:
+            if (refusal := refuse(error)) is None:
+                raise
+            return refusal
+        return Response(answer, media_type="application/json")
+
     async def fail(http: Any, error: Exception) -> Any:
         logger.error("a request has failed", exc_info=error)
         return _refusal(JSONResponse, 500, "server_error", "The server has failed; its log says why.")
@@ -114,17 +135,22 @@ def make_app(
     async def measure(http: Any) -> Any:
         return PlainTextResponse(await asyncio.to_thread(engine.metrics_text))  # which waits for the step under way
 
+    def check_health() -> Any:
+        return PlainTextResponse("ok" if engine.is_served else "", 200 if engine.is_served else 503)
+
     facts = {"object": "model", "created": int(time.time()), "owned_by": "jaxkv"}
-    models = [{"id": name, **facts, "max_model_len": engine.config.max_seq_len} for name in names]
+    models = [{"id": name, **facts, "max_model_len": max_model_len} for name in names]
+    vocab_size = max(engine.vocab_size or 0, text.vocab_size)
     routes = [
         Route("/v1/chat/completions", functools.partial(complete, ChatCompletion), methods=["POST"]),
         Route("/v1/completions", functools.partial(complete, Completion), methods=["POST"]),
         Route("/v1/models", respond(lambda: JSONResponse({"object": "list", "data": models}))),
+        Route("/tokenize", functools.partial(convert, tokenize, max_model_len), methods=["POST"]),
+        Route("/detokenize", functools.partial(convert, detokenize, vocab_size), methods=["POST"]),
+        Route("/version", respond(lambda: JSONResponse({"version": jaxkv.__version__}))),
         Route("/metrics", measure),
-        Route(
-            "/health",
-            respond(lambda: PlainTextResponse("ok" if engine.is_served else "", 200 if engine.is_served else 503)),
-        ),
+        Route("/health", respond(check_health)),
+        Route("/ping", respond(check_health), methods=["GET", "POST"]),
     ]
     paths = ", ".join(route.path for route in routes)
 
@@ -134,14 +160,12 @@ def make_app(
 
     app = Starlette(routes=routes, exception_handlers={Exception: fail, 404: miss, 405: miss})
     app.state.cut = lambda: cancel(list(running))
-    return app
-
-
-def _describe_names(wanted: Any, names: Sequence[str]) -> str:
-    return (
-        f"There is no model {str(wanted)[:100]!r} here, but {' and '.join(names)}: give that as model, leave it out, "
-        "or start the server with --served-model-name."
-    )
+    if not allowed_origins:
+        return app
+    # Around all else, so that a page is told of failures too.
+    allowing: Any = CORSMiddleware(app, allowed_origins, allow_methods=("GET", "POST"), allow_headers=("*",))
+    allowing.state = app.state
+    return allowing
 
 
 def _refusal(response: Any, status: int, kind: str, message: str) -> Any:

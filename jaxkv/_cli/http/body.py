@@ -1,7 +1,45 @@
-"""The body of an HTTP request: its bytes, up to a limit, and the JSON that they are."""
+"""The body of an HTTP request: its bytes, up to a limit, and the JSON object that they are."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
+
+
+class Refused(ValueError):
+    """A request that is answered by a sentence, and by another status than 400."""
+
+    def __init__(self, status: int, kind: str, message: str):
+        super().__init__(message)
+        self.status, self.kind = status, kind
+
+
+async def receive(http: Any, most: int, names: Sequence[str]) -> dict[str, Any]:
+    """Returns what a body says.
+
+    Args:
+      most: the limit of its bytes. names: the models that it may ask for.
+
+    Raises:
+      ValueError: the sentence that it is answered by.
+    """
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if "origin" in http.headers and kind != "application/json":  # a browser would send it without asking before
+        message = "A page's request must have the header Content-Type: application/json."
+        raise Refused(415, "invalid_request_error", message)
+    if (given := await read_body(http, most)) is None:
+        message = f"The body has more than {most:,} bytes: send less, or several requests."
+        raise Refused(413, "invalid_request_error", message)
+    body = read_json(given)
+    if not isinstance(body, dict):
+        raise ValueError("The body must be a JSON object.")
+    if (wanted := body.get("model")) not in (None, "", *names):
+        raise Refused(
+            404,
+            "not_found_error",
+            f"There is no model {str(wanted)[:100]!r} here, but {' and '.join(names)}: give that as model, leave it "
+            "out, or start the server with --served-model-name.",
+        )
+    return body
 
 
 async def read_body(http: Any, most: int) -> bytes | None:

@@ -2,7 +2,7 @@
 says."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 MOST_CHOICES = 128  # samples of a request, as OpenAI's: each is built from its prompt in the server's one thread
@@ -20,6 +20,8 @@ IN_PYTHON = "leave it out, or serve from Python, where"
 BY_GRAMMAR = f"{IN_PYTHON} a logits_hook follows a grammar (docs/recipes.md)"
 BY_HOOK = f"{IN_PYTHON} jaxkv.hooks has it"
 LEAVE, AS_TEXT = "leave it out", "leave it out, or render the text yourself and send it to /v1/completions"
+# What a chat template is given, or is, elsewhere.
+TEMPLATE_FIELDS = ("tools", "functions", "chat_template", "continue_final_message", "documents")
 # What would change an answer and is not done here, by OpenAI's, vLLM's and SGLang's names, with the way out. Other
 # unknown fields say nothing of an answer.
 REFUSED = {
@@ -28,8 +30,7 @@ REFUSED = {
         "logits_processors"), BY_GRAMMAR),
     **dict.fromkeys(("logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens"),
         BY_HOOK),
-    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call", "chat_template", "continue_final_message",
-        "documents"), AS_TEXT),
+    **dict.fromkeys((*TEMPLATE_FIELDS, "tool_choice", "function_call"), AS_TEXT),
     **dict.fromkeys(("audio", "modalities", "prediction", "suffix", "web_search_options", "prompt_embeds",
         "prompt_logprobs", "truncate_prompt_tokens", "use_beam_search", "length_penalty", "skip_special_tokens",
         "return_token_ids", "return_tokens_as_token_ids", "thinking_token_budget", "lora_path"), LEAVE),
@@ -57,7 +58,7 @@ class ChatCompletion:
 
     def __init__(self, body: dict[str, Any], text: Any):
         self.body, self.text = body, text
-        _check_types(body, **CHAT_TYPES)
+        check_types(body, **CHAT_TYPES)
         _check_count(body, "top_logprobs")
         for field, instead in (("echo", "continue a text by /v1/completions"), ("add_special_tokens", LEAVE)):
             if body.get(field):
@@ -128,7 +129,7 @@ class Completion:
         self.body, self.text = body, text
         self._lengths: dict[int, _TextLength] = {}  # of the text that has been said of each sample
         self._prompts: dict[int, list[Described]] = {}  # of each request
-        _check_types(body, logprobs=int, echo=bool)
+        check_types(body, logprobs=int, echo=bool, add_special_tokens=bool)
         _check_count(body, "logprobs")
         self.num_logprobs, self.echo = body.get("logprobs"), bool(body.get("echo"))
         if self.echo and self.num_logprobs is not None and body.get("stream"):
@@ -136,7 +137,7 @@ class Completion:
 
     def prompts(self) -> list[list[int]]:
         given = self.body.get("prompt")
-        if isinstance(given, str) or (isinstance(given, list) and given and _is_integer(given[0])):
+        if isinstance(given, str) or (isinstance(given, list) and given and is_integer(given[0])):
             given = [given]
         if not isinstance(given, list) or not given:
             raise ValueError("prompt must be a text, a list of tokens, or a list of those.")
@@ -144,8 +145,8 @@ class Completion:
 
     def _read_prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
-            return self.text.encode(prompt)
-        if not isinstance(prompt, list) or not all(map(_is_integer, prompt)):
+            return self.text.encode(prompt, special=self.body.get("add_special_tokens") is not False)
+        if not isinstance(prompt, list) or not all(map(is_integer, prompt)):
             raise ValueError("prompt must be a text, a list of tokens, or a list of those.")
         return prompt
 
@@ -226,16 +227,13 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
       defaults: what holds where the body says nothing.
       most: how many tokens an answer has by default.
     """
-    for field, instead in REFUSED.items():
-        value = body.get(field)
-        if value is not None and (value or field in ON) and value not in OFF.get(field, ()):
-            raise ValueError(f"{field} is not supported by this server: {instead}.")
+    refuse_fields(body)
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
         raise ValueError(f"response_format other than text is not supported by this server: {BY_GRAMMAR}.")
     if body.get("best_of") not in (None, body.get("n") or 1):
         raise ValueError("best_of must be n on this server, which gives all that it samples: leave it out.")
     given = {field: value for field, value in body.items() if value is not None}
-    _check_types(given, stop=str | list, stream=bool, stream_options=dict, **OTHER_TYPES)
+    check_types(given, stop=str | list, stream=bool, stream_options=dict, **OTHER_TYPES)
     if given.get("cache_salt") == "":
         raise ValueError("cache_salt must not be empty: leave it out, or give a tenant's name.")
     stops = given.get("stop", [])
@@ -246,7 +244,7 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
     if any(len(stop) > LONGEST_STOP for stop in ([stops] if isinstance(stops, str) else stops)):
         raise ValueError(f"A stop must have at most {LONGEST_STOP} characters: give its beginning.")
     if ids := given.get("stop_token_ids"):
-        if not all(_is_integer(token) and token >= 0 for token in ids):
+        if not all(is_integer(token) and token >= 0 for token in ids):
             raise ValueError("stop_token_ids must be a list of tokens.")
         given["stop"] = [*([stops] if isinstance(stops, str) else stops), *([token] for token in ids)]
     if given.get("top_k") == -1:
@@ -256,20 +254,28 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
     options = defaults | {field: given[field] for field in SAMPLING if field in given}
     options |= {own: given[field] for field, own in RENAMED.items() if field in given}
     options |= {"eos": ()} if given.get("ignore_eos") else {}
-    if _is_integer(options.get("seed")):
+    if is_integer(options.get("seed")):
         options["seed"] %= 2**32  # OpenAI's has 64 bits
     field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     count = given.get(field, most)
-    if not _is_integer(count) or count < 0:
+    if not is_integer(count) or count < 0:
         raise ValueError(f"{field} must be a whole number of tokens, not {count!r}.")
     if count == 0 and not (given.get("echo") and given.get("logprobs") is not None):
         raise ValueError(f"{field} must be at least 1, or 0 with echo and logprobs, which scores the prompt alone.")
     return options | {"max_new_tokens": min(count, MOST_TOKENS)}
 
 
+def refuse_fields(body: dict[str, Any], fields: Iterable[str] = REFUSED) -> None:
+    """Raises ValueError for the first of these fields that is on, and not done here."""
+    for field in fields:
+        value = body.get(field)
+        if value is not None and (value or field in ON) and value not in OFF.get(field, ()):
+            raise ValueError(f"{field} is not supported by this server: {REFUSED[field]}.")
+
+
 def check_count(prompts: Sequence[Any], options: dict[str, Any], most: int | None) -> None:
     """Raises ValueError if a request of several prompts asks for more than `most` samples: it never could begin."""
-    count = len(prompts) * (options["n"] if _is_integer(options.get("n")) else 1)
+    count = len(prompts) * (options["n"] if is_integer(options.get("n")) else 1)
     if most is not None and len(prompts) > 1 and count > most:
         raise ValueError(
             f"The request asks for {count} answers, but at most {most} can have a row or wait: send several requests."
@@ -311,7 +317,7 @@ def _read_message(message: Any, number: int) -> Any:
     return message | {"content": "\n".join(item["text"] for item in content)}
 
 
-def _check_types(body: dict[str, Any], **kinds: Any) -> None:
+def check_types(body: dict[str, Any], **kinds: Any) -> None:
     for field, kind in kinds.items():
         value = body.get(field)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
@@ -323,7 +329,7 @@ def _check_count(body: dict[str, Any], field: str) -> None:
         raise ValueError(f"{field} must be from 0 to {MOST_LOGPROBS}, not {body[field]}.")
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -50,7 +50,15 @@ def serve(arguments: argparse.Namespace) -> int:
         engine.warmup(kinds=("greedy", "sampled", "filtered"), logprobs=(MOST_LOGPROBS,))
         print(f"jaxkv: compiled in {time.monotonic() - began:.1f} s.", file=sys.stderr, flush=True)
     names = arguments.served_model_name or [arguments.model.name or str(arguments.model)]
-    app = make_app(engine, opened.chat, names, opened.eos, opened.sampling, arguments.max_new_tokens)
+    app = make_app(
+        engine,
+        opened.chat,
+        names,
+        opened.eos,
+        opened.sampling,
+        arguments.max_new_tokens,
+        allowed_origins=arguments.allowed_origins,
+    )
     with engine, engine.serve():
         _listen(app, arguments)
         if arguments.prefix_disk is not None and engine.drain(arguments.grace):

@@ -135,6 +135,14 @@ def test_completions(served, client):
     assert len(client.completions.create(model="tiny", prompt="?").choices[0].text) > 0
 
 
+def test_a_text_begins_with_no_special_token_where_none_is_wanted(served):
+    text = served[1]
+    for given, count in (({}, 3), ({"add_special_tokens": None}, 3), ({"add_special_tokens": False}, 2)):
+        body = {"prompt": "ab", "max_tokens": 1, "echo": True, "logprobs": 0} | given
+        found = httpx.post(served[2] + "/v1/completions", json=body, timeout=60).json()
+        assert found["usage"]["prompt_tokens"] == count == len(text.encode("ab", special=count == 3))
+
+
 def test_echo_gives_the_prompts_log_probabilities(served, client):
     engine, text, _ = served
     tokens = text.encode("Tell me why")

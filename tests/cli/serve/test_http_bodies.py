@@ -71,6 +71,7 @@ WRONG_COMPLETIONS = {
     "tokens of text": {"prompt": [[1, "x"]]}, "a token that there is not": {"prompt": [1, 10**6]},
     "true as a token": {"prompt": [[True]]}, "a suffix": {"suffix": "x"}, "best_of": {"best_of": 3},
     "logprobs of a switch": {"logprobs": True}, "no tokens": {"max_tokens": 0}, "echo of text": {"echo": "yes"},
+    "special tokens of text": {"add_special_tokens": "no"},
     "a stream of scored prompts": {"echo": True, "logprobs": 1, "stream": True},
     "one of several": {"prompt": ["fine", "x" * 2000]},
 }  # fmt: skip

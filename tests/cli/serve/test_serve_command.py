@@ -59,7 +59,7 @@ def test_what_the_command_says_of_answers_is_taken(monkeypatch, folder):
     made = jaxkv.Engine
     monkeypatch.setattr(jaxkv, "Engine", lambda *a, **given: found.update(given) or made(*a, **given))
     monkeypatch.setattr(serve, "_listen", listen)
-    monkeypatch.setattr(serve, "make_app", lambda *given: given)
+    monkeypatch.setattr(serve, "make_app", lambda *given, **_: given)
     sizes = ["--max-seqs", "1", "--max-seq-len", "64", "--no-warmup", "--port", "0"]
     for given, names, most in (
         ([], [folder.name], None),
