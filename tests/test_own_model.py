@@ -270,7 +270,9 @@ def test_a_linen_module_may_scan_over_its_layers():
     (tokens,) = jaxkv.generate(model, [[1, 2, 3]], 3)
     dense = jax.jit(module.apply)(variables, jnp.array([[1, 2, 3, *tokens[:-1]]]))[0]  # without a cache
     assert tokens == dense[0, 2:].argmax(-1).tolist()
-    with pytest.raises(ValueError, match="to scan over layers, say scan=True on the model"):
+    with pytest.raises(
+        ValueError, match=r"make the cache with CacheConfig\(stacked=True\).* jaxkv.linen.model\(..., scan=True\)\)"
+    ):
         jaxkv.generate(jaxkv.linen.model(module, variables, **fields, dtype="float32"), [[1, 2, 3]], 3)
     with pytest.raises(ValueError, match="scan must be True or False"):
         jaxkv.linen.model(module, variables, **fields, scan="layers")

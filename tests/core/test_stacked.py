@@ -200,12 +200,12 @@ def test_refusals():
     with pytest.raises(ValueError, match=re.escape("make the cache with CacheConfig(stacked=True)")):
         attend(alike, lambda i: i)
     mixed = jaxkv.init(make_config(PATTERNS["two periods and a rest"], stacked=True))
-    says = "repeat after 2: give layer=(place within the repeated pattern, number of the repeat), the first a Python "
-    with pytest.raises(ValueError, match=re.escape(f"{says}number, such as (1, i) in a scan over i.")):
+    says = "they repeat with a period of 2. Scan over the repeats, and give layer=(index in the pattern, number of the "
+    with pytest.raises(ValueError, match=re.escape(f"{says}repeat), such as layer=(1, i) in a scan over i;")):
         attend(mixed, lambda i: 2 * i)
-    with pytest.raises(ValueError, match="place within the repeated pattern, must be at most 1, not 3"):
+    with pytest.raises(ValueError, match="the index in the pattern, must be at most 1, not 3"):
         attend(mixed, lambda i: (3, i))
-    with pytest.raises(IndexError, match="layer's number of the repeat must be from 0 to 2, not 3"):
+    with pytest.raises(IndexError, match=r"layer\[1\], the number of the repeat, must be from 0 to 2, not 3"):
         mixed.layer((0, 3))
     with pytest.raises(ValueError, match="must be an integer"):
         attend(mixed, lambda i: (i, 0))

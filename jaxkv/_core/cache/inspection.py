@@ -95,21 +95,19 @@ class Views:
             return int(layer), jnp.int32(self._stack(holder).index(holder)) if config.stacked else None
         if not config.stacked:
             raise ValueError(
-                f"layer must be an integer for this cache, not {show(layer)}: to scan over layers, say scan=True on "
-                "the model that an engine computes, or in jaxkv.linen.model; in a loop of your own make the cache with "
-                "CacheConfig(stacked=True), so that its layers share a pool."
+                f"layer must be an integer for this cache, not {show(layer)}. To scan over layers, make the cache "
+                "with CacheConfig(stacked=True), which stores equal layers in one pool. An engine does so for a model "
+                "with scan = True, or jaxkv.linen.model(..., scan=True)."
             )
         if not isinstance(layer, tuple):
             if config.period != 1:
                 raise ValueError(
-                    f"A traced layer needs layers that are all alike, but these repeat after {config.period}: give "
-                    "layer=(place within the repeated pattern, number of the repeat), the first a Python number, such "
-                    "as (1, i) in a scan over i."
+                    f"layer cannot be one traced number, for the layers of this cache are not all equal: they repeat "
+                    f"with a period of {config.period}. Scan over the repeats, and give layer=(index in the pattern, "
+                    "number of the repeat), such as layer=(1, i) in a scan over i; the first must be a Python int."
                 )
             layer = (0, layer)
-        number = integer(
-            "layer's first number, a place within the repeated pattern,", layer[0], least=0, most=config.period - 1
-        )
+        number = integer("layer[0], the index in the pattern,", layer[0], least=0, most=config.period - 1)
         if config.owner(number) != number:
             raise ValueError(f"Layer {number} shares another's keys and values: its index must be a number.")
         stack, holders = self._stack(held_by.get(number, number)), [held_by.get(i, i) for i in range(config.num_layers)]

@@ -33,9 +33,11 @@ def read_period(number: Any, count: int) -> jax.Array:
     """Returns a period's index below `count`. Raises IndexError if known and out of range; callers clip traced ones."""
     is_array = isinstance(number, jax.Array | np.ndarray)
     if is_array and (number.ndim or not jnp.issubdtype(number.dtype, jnp.integer)):
-        raise ValueError(f"layer's number of the repeat must be an integer, not {number.dtype}{list(number.shape)}.")
+        raise ValueError(
+            f"layer[1], the number of the repeat, must be an integer, not {number.dtype}{list(number.shape)}."
+        )
     if not isinstance(number, jax.core.Tracer):
-        number = integer("layer's number of the repeat", number, most=None)
+        number = integer("layer[1], the number of the repeat,", number, most=None)
         if not 0 <= number < count:
-            raise IndexError(f"layer's number of the repeat must be from 0 to {count - 1}, not {show(number)}.")
+            raise IndexError(f"layer[1], the number of the repeat, must be from 0 to {count - 1}, not {show(number)}.")
     return jnp.asarray(number, jnp.int32)

@@ -17,6 +17,7 @@ from jaxkv._core.config.validation import show
 from jaxkv._core.state.state_repr import describe_array
 
 PAGE = "See docs/your_model.md."
+MOST_SHOWN = 600  # characters of an error that a model raised
 ADAPTERS_ARGUMENT = "adapters"  # the argument by which a model is given those of its rows
 
 
@@ -211,8 +212,9 @@ def _find_problems(result: Any, cache: Cache, wanted: tuple[int, ...], given: st
 
 
 def _shorten(message: str) -> str:
+    """Returns the first line, whole where it is a refusal of this library: its end is the way out."""
     first = message.strip().partition("\n")[0].removesuffix(".")
-    return first if len(first) <= 160 else f"{first[:150]}…"
+    return first if len(first) <= MOST_SHOWN else f"{first[: MOST_SHOWN - 1]}…"
 
 
 def _describe(x: Any) -> str:
