@@ -204,7 +204,7 @@ def test_scores_that_are_no_numbers_mark_the_row_alone():
     after = best(cache, jnp.asarray(scores), jnp.asarray(np.full((ROWS, HEADS), 2, np.int32)))
     assert after.failed.tolist() == [True, False, False]
     assert after.layers[1].held.tolist() == [[13, 13], [2, 2], [2, 2]]
-    with pytest.raises(jaxkv.CacheError, match="makes no sense was made for row 0"):
+    with pytest.raises(jaxkv.CacheError, match="request for row 0 is invalid"):
         jaxkv.check(after)
     check_all(after)
 
@@ -291,7 +291,7 @@ def test_truncate_speaks_of_what_was_seen():
     back = truncate(cache, counts(14, 5, 8))
     assert back.failed.tolist() == [False, False, True] and back.lengths.tolist() == [14, 5, 14]
     np.testing.assert_array_equal(back.layers[1].held, held + np.array([[1], [0], [5]]))
-    with pytest.raises(jaxkv.OutOfWindow, match='layers with evict="layer" and with evict="head" have given back'):
+    with pytest.raises(jaxkv.OutOfWindow, match='layers with evict="layer" and with evict="head" have freed'):
         jaxkv.check(back)
     check_all(back)
     assert not truncate(cache, counts(0, 0, 0)).blocks_in_use

@@ -164,7 +164,7 @@ def check_nothing_stored(out, after, before):
     np.testing.assert_array_equal(out[0], 0)
     equal(after.pools[0], before.pools[0])
     jaxkv.check_invariants(after)
-    with pytest.raises(jaxkv.CacheError, match="a plan that was made for other tables, of row 0"):
+    with pytest.raises(jaxkv.CacheError, match="does not fit the block tables of row 0"):
         jaxkv.check(after)
 
 

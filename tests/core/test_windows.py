@@ -266,9 +266,9 @@ def test_truncate_back_to_the_last_step_and_no_further():
     with pytest.raises(jaxkv.OutOfWindow) as error:
         jaxkv.check(jaxkv.truncate(cache, [7, 9, 2]))
     assert str(error.value) == (
-        "Truncating row 0 (21 tokens) to 7 tokens and row 1 (21 tokens) to 9 tokens goes back to what layers with a "
-        "window of 6 tokens have given back. The row is as it was before; free it and compute its tokens again, or "
-        "fork it before it goes on."
+        "Truncating row 0 (21 tokens) to 7 tokens and row 1 (21 tokens) to 9 tokens goes back to tokens that layers "
+        "with a window of 6 tokens have freed. The row is unchanged: free it and compute its tokens again, or fork it "
+        "before the tokens that you may drop."
     )
 
 
@@ -277,7 +277,7 @@ def test_a_refused_truncation_tells_of_first_tokens_too():
     cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=1, max_seq_len=64, num_blocks=16, block_size=4))
     for _ in range(20):
         cache = jaxkv.extend(cache, [1])
-    with pytest.raises(jaxkv.OutOfWindow, match="a window of 6 behind 3 first tokens have given back"):
+    with pytest.raises(jaxkv.OutOfWindow, match="a window of 6 behind 3 first tokens have freed"):
         jaxkv.check(jaxkv.truncate(cache, [7]))
 
 

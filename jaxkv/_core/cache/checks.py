@@ -17,9 +17,10 @@ from jaxkv._core.state.head_rows import group_by_row, list_blocks, row_tables, s
 from jaxkv._core.state.state import GONE, NULL_BLOCK, STALE, TOO_LONG, BlockTables
 
 LEFT_OUT = (
-    "The row is as it was before, and no step takes it until free clears it, or swap_out and swap_in, which keep its "
-    "tokens: go on from the cache of before the call,"
+    "A failed row keeps the tokens that it had, and steps leave it out until free empties it, or swap_out and swap_in, "
+    "which keep its tokens. To go on,"
 )
+UNCHANGED = "The row is unchanged"
 
 
 def check(cache: Cache) -> None:
@@ -55,39 +56,39 @@ def check(cache: Cache) -> None:
         holders = _list(f"row {r} (it holds {tables.lengths[r]})" for r in too_long)
         at_once = " at once" if cache.config.is_endless else ""
         raise SequenceTooLong(
-            f"More than max_seq_len = {limit} tokens{at_once} were asked for in {holders}. {LEFT_OUT} with that row "
-            "truncated, or give the cache a larger max_seq_len."
+            f"The limit of max_seq_len = {limit} tokens{at_once} would be exceeded by {holders}. {LEFT_OUT} truncate "
+            "such rows in the cache of before the call, or give the cache a larger max_seq_len."
         )
     stale = [r for r in rows if tables.wanted[r] == STALE]
     senseless = [r for r in senseless if r not in stale]
     if stale:
         raise CacheError(
-            f"A step was computed with a plan that was made for other tables, of {_list(f'row {r}' for r in stale)}: "
-            "no token of it was stored. Call plan_step after the last function that changes the tables; free clears "
-            "the row."
+            f"The plan of a step does not fit the block tables of {_list(f'row {r}' for r in stale)}, so no token of "
+            "it was stored there. Call plan_step after the last function that changes the tables. free clears the "
+            "failure."
         )
     if senseless:
         raise CacheError(
-            f"A request that makes no sense was made for {_list(f'row {r}' for r in senseless)}: a negative number of "
-            "tokens, more tokens than the step's arrays have places for, or a row out of range. If the arrays are "
-            "another step's, extend was not called before them. The row is as it was before; free clears it."
+            f"The request for {_list(f'row {r}' for r in senseless)} is invalid: it has a negative number of tokens, "
+            "more tokens than the step's arrays have slots for, or a row index out of range. If extend was not called "
+            f"before this step, its numbers are those of the last one. {UNCHANGED}; free clears the failure."
         )
     if gone and cache.state_slots is not None:
         asked = _list(f"row {r} ({tables.lengths[r]} tokens) to {tables.wanted[r]} tokens" for r in gone)
         layers = _list(map(str, cache.config.recurrent_layers))
         raise OutOfWindow(
             f"Truncating {asked} goes back to where recurrent layers ({layers}) hold no state: there is the one of the "
-            f"present length, and that of 0 tokens{describe_snapshots(cache, map(int, gone))}. The row is as it was "
-            "before; free it and compute its tokens again, or fork it before it goes on. Of a step whose tokens keep "
-            "may drop, name the rows in extend's guesses."
+            f"present length, and that of 0 tokens{describe_snapshots(cache, map(int, gone))}. {UNCHANGED}: free it "
+            "and compute its tokens again, or fork it before the tokens that you may drop. Where keep is to drop "
+            "tokens of a step, name the rows in extend(guesses=)."
         )
     if gone:
         asked = _list(f"row {r} ({tables.lengths[r]} tokens) to {tables.wanted[r]} tokens" for r in gone)
         forgetful = [rule for rule in cache.config.retentions if rule.visible_tokens or rule.evict]
         rules = [str(rule).removesuffix(" tokens") + " tokens" * bool(rule.visible_tokens) for rule in forgetful]
         raise OutOfWindow(
-            f"Truncating {asked} goes back to what layers {_list(dict.fromkeys(rules))} have given back. The row "
-            "is as it was before; free it and compute its tokens again, or fork it before it goes on."
+            f"Truncating {asked} goes back to tokens that layers {_list(dict.fromkeys(rules))} have freed. "
+            f"{UNCHANGED}: free it and compute its tokens again, or fork it before the tokens that you may drop."
         )
     # Reports the group that lacks most blocks.
     lack = max(lacks, key=lambda lack: int(lack.needed[rows].max()) - lack.num_free)
@@ -96,7 +97,8 @@ def check(cache: Cache) -> None:
     is_late = all(needed[r] <= num_free for r in rows)  # blocks have been freed since
     need = "needed" if is_late else "needs"
     needs = _list(
-        f"row {r} ({tables.lengths[r]} tokens, {row_blocks[r]} blocks) {need} {_more(needed[r])} for "
+        f"row {r} ({tables.lengths[r]} tokens, {_count(row_blocks[r], 'block')}) {need} "
+        f"{_count(needed[r], 'more block')} for "
         f"{tables.wanted[r]} tokens"
         for r in rows
     )
@@ -104,10 +106,10 @@ def check(cache: Cache) -> None:
     where = "" if len(groups) == 1 else f" in the layers {cache.config.retentions[group]}"
     where += "" if num_shards == 1 else f" on one of {num_shards} devices"
     kept = np.count_nonzero(tables.kept)
-    index = f" (a PrefixCache keeps {kept}: its make_room gives some back)" if kept else ""
+    index = f" (a PrefixCache keeps {kept}: its make_room frees some)" if kept else ""
     raise OutOfBlocks(
-        f"{needs[0].upper()}{needs[1:]}, but {free}{where}{index}. {LEFT_OUT} with rows freed or truncated, or give "
-        "the cache more num_blocks."
+        f"{_capitalize(needs)}, but {free}{where}{index}. {LEFT_OUT} free or truncate rows in the cache of before the "
+        "call, or give the cache more num_blocks."
     )
 
 
@@ -358,5 +360,9 @@ def _list(items: Any) -> str:
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 
-def _more(blocks: int) -> str:
-    return f"{blocks} more block{'' if blocks == 1 else 's'}"
+def _capitalize(sentence: str) -> str:
+    return f"{sentence[0].upper()}{sentence[1:]}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

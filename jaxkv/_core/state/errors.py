@@ -5,7 +5,7 @@ from typing import Any
 
 
 class CacheError(RuntimeError):
-    """A row's request could not be met. The row is as it was before the request.
+    """A row's request could not be met. The row is unchanged.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -15,7 +15,7 @@ class CacheError(RuntimeError):
     ...     jaxkv.check(cache)
     ... except jaxkv.CacheError as error:
     ...     print(error)  # doctest: +ELLIPSIS
-    More than max_seq_len = 64 tokens were asked for in row 1 (it holds 0). ...
+    The limit of max_seq_len = 64 tokens would be exceeded by row 1 (it holds 0). ...
     """
 
 
@@ -50,7 +50,7 @@ class SequenceTooLong(CacheError):
     ...     jaxkv.check(cache)
     ... except jaxkv.SequenceTooLong as error:
     ...     print(error)  # doctest: +ELLIPSIS
-    More than max_seq_len = 64 tokens were asked for in row 0 (it holds 0). ...
+    The limit of max_seq_len = 64 tokens would be exceeded by row 0 (it holds 0). ...
     """
 
 
@@ -65,7 +65,7 @@ class OutOfWindow(CacheError):
     ...     jaxkv.check(jaxkv.truncate(cache, [3]))
     ... except jaxkv.OutOfWindow as error:
     ...     print(error)  # doctest: +ELLIPSIS
-    Truncating row 0 (41 tokens) to 3 tokens goes back to what layers with a window of 8 tokens have given back. ...
+    Truncating row 0 (41 tokens) to 3 tokens goes back to tokens that layers with a window of 8 tokens have freed. ...
     """
 
 
