@@ -115,6 +115,17 @@ def test_indices_out_of_range_on_the_device_are_ignored(cache):
     assert not k.any()
 
 
+def test_a_mask_of_integers_is_no_list_of_rows(cache):
+    """[1, 0, 0] would free rows 1 and 0, and was meant to free row 0 alone."""
+    for mask in ([1, 0, 0], np.array([1, 0, 1]), np.zeros(3, int)):
+        with pytest.raises(
+            ValueError, match=r"rows names a row twice: \[.*\]\. A mask must be bool\[3\], not integers"
+        ):
+            jaxkv.free(cache, mask)
+    assert jaxkv.free(cache, [2, 0]).lengths.tolist() == [0, 0, 0]
+    assert jaxkv.free(cache, np.array([1, 0, 0], bool)).lengths.tolist() == [0, 0, 3]
+
+
 def test_several_failures_are_all_named(cache):
     after = jaxkv.extend(jaxkv.extend(cache, [20, 0, 0]), [0, 0, 100])
     with pytest.raises(jaxkv.SequenceTooLong, match=r"by row 0 \(it holds 6\) and row 2 \(it holds 3\)"):

@@ -129,12 +129,12 @@ def free(cache: Cache, rows: Any) -> Cache:
     """Empties rows: sets their length to 0, clears failures and frees their blocks. An empty row stays empty.
 
     Args:
-      rows: `bool[S]`, or row indices.
+      rows: `bool[S]`, or row indices. Integers are always indices: a mask of 0 and 1 needs `.astype(bool)`.
 
     Raises:
-      ValueError, IndexError: a wrong shape or dtype; an index out of range, or below 0, that is known on the host. On
-        the device such an index names no row, so none is marked in `cache.failed`: it is ignored, as the padding of
-        `jnp.nonzero(ended, size=S, fill_value=S)` must be. A mask cannot be out of range.
+      ValueError, IndexError: a wrong shape or dtype; an index named twice, out of range, or below 0, that is known on
+        the host. On the device an index out of range names no row, so none is marked in `cache.failed`: it is ignored,
+        as the padding of `jnp.nonzero(ended, size=S, fill_value=S)` must be. A mask cannot be out of range.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)

@@ -125,6 +125,8 @@ def row_mask(name: str, x: Any, rows: int) -> jax.Array:
     indices = row_indices(name, x, rows)
     if not is_known(x):
         return scatter_rows(jnp.zeros(rows, bool), indices, True)
+    if len(np.unique(x)) < x.size:
+        raise ValueError(f"{name} names a row twice: {x.tolist()}. A mask must be bool[{rows}], not integers.")
     return jnp.asarray(np.isin(np.arange(rows), x))  # on the host, so that nothing runs on the device
 
 
