@@ -88,7 +88,10 @@ def check_new(k, v, stored: StoredKV, rows: int) -> None:
     elif k.shape != v.shape or k.dtype != v.dtype:
         raise ValueError(f"k and v must be alike, but k is {k.dtype}{list(k.shape)} and v is {v.dtype}{list(v.shape)}.")
     if k.shape[-2] != stored.kv.shape[2]:
-        raise ValueError(f"k has {k.shape[-2]} heads, but the pool has {stored.kv.shape[2]} KV heads.")
+        raise ValueError(
+            f"k has {k.shape[-2]} heads, but the pool has {stored.kv.shape[2]} KV heads: give k and v as they are "
+            "before they are repeated for query heads, [..., K, D]."
+        )
     if stored.format.stored_dim(k.shape[-1]) > stored.kv.shape[4]:
         raise ValueError(f"k has head_dim {k.shape[-1]}, but the pool stores {stored.kv.shape[4]}.")
 

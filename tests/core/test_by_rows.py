@@ -146,7 +146,9 @@ def test_bad_meshes():
         jaxkv.init(CONFIG.replace(max_seqs=3), mesh=mesh, rows="data")
     with pytest.raises(ValueError, match="num_blocks=7 cannot be divided among the 2 devices"):
         jaxkv.partition_specs(CONFIG.replace(num_blocks=7), mesh, rows="data")
-    with pytest.raises(ValueError, match="rows must be an axis of the mesh, 'data', not 'model'"):
+    with pytest.raises(
+        ValueError, match="rows='model' is no axis of the mesh, which has 'data': say rows='data' to divide rows"
+    ):
         jaxkv.init(CONFIG, mesh=mesh, rows="model")
     with pytest.raises(ValueError, match="rows needs mesh=, the devices that it names an axis of"):
         jaxkv.init(CONFIG, rows="data")

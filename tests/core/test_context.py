@@ -181,9 +181,9 @@ def test_a_bad_spec_is_seen():
 
 def test_bad_meshes():
     config, mesh = CONFIG, make_mesh()
-    with pytest.raises(ValueError, match="context must be an axis of the mesh, 'context', not 'rows'"):
+    with pytest.raises(ValueError, match="context='rows' is no axis of the mesh, which has 'context'"):
         jaxkv.init(config, mesh=mesh, context="rows")
-    with pytest.raises(ValueError, match="heads must be an axis of the mesh, 'context', not 'tensor'"):
+    with pytest.raises(ValueError, match="heads='tensor' is no axis of the mesh, which has 'context'"):
         jaxkv.init(config, mesh=mesh, context="context", heads="tensor")
     with pytest.raises(
         ValueError, match="rows cannot be divided over the same axis of the mesh, but they name 'context', 'context'"

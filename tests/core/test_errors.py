@@ -244,7 +244,7 @@ CALLS = {
     "rows": (
         lambda c: write(c, ones(2, 1, 2, 8), ones(2, 1, 2, 8)),
         ValueError,
-        "k has 2 rows, but the cache has 3: give every row a place",
+        "k has 2 rows, but the cache has max_seqs = 3: pad it to all rows",
     ),
     "head_dim": (
         lambda c: write(c, ones(3, 1, 2, 6), ones(3, 1, 2, 6)),
@@ -264,7 +264,7 @@ CALLS = {
     "v unlike k": (
         lambda c: write(c, K, ones(3, 2, 2, 8)),
         ValueError,
-        r"v has the token axes \(3, 2\), but k has \(3, 1\): they must agree",
+        r"v has the token axes \(3, 2\), but k has \(3, 1\): they must agree, \[S, T, heads, head_dim\]",
     ),
     "dtype of v": (
         lambda c: write(c, K, K.astype(jnp.bfloat16)),

@@ -287,7 +287,7 @@ def test_what_is_not_possible_is_said():
             jaxkv.write_index(cache, bad, layer=0)
     with pytest.raises(ValueError, match="index_k must be floating point, not int32"):
         jaxkv.write_index(cache, jnp.ones((ROWS, 1, E), jnp.int32), layer=0)
-    with pytest.raises(ValueError, match="index_k has 2 rows, but the cache has 3"):
+    with pytest.raises(ValueError, match="index_k has 2 rows, but the cache has max_seqs = 3"):
         jaxkv.write_index(cache, jnp.ones((2, 1, E)), layer=0)
     with pytest.raises(ValueError, match=r"cache must be a jaxkv\.Cache"):
         jaxkv.write_index(None, jnp.ones((ROWS, 1, E)), layer=0)

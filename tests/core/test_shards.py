@@ -254,7 +254,10 @@ def test_gradients():
 
 def test_bad_meshes():
     config, mesh = SMALL, make_mesh("auto")
-    with pytest.raises(ValueError, match="heads must be an axis of the mesh, 'model', not 'tensor'"):
+    with pytest.raises(
+        ValueError,
+        match="heads='tensor' is no axis of the mesh, which has 'model': say heads='model' to divide KV heads",
+    ):
         jaxkv.init(config, mesh=mesh, heads="tensor")
     with pytest.raises(ValueError, match=r"laid out over the devices of a .*Mesh, but there is none: give"):
         jaxkv.partition_specs(config)

@@ -213,7 +213,7 @@ WRONG = {
     "a block that there is not": (refused(blocks=[[0, 14]] * ROWS), "blocks must name blocks 0 to 13"),
     "blocks of too few rows": (refused(blocks=[[0]]), r"blocks must be i32\[7, n\], .* not int64\[1, 1\]"),
     "queries without causal=False": (refused(num_tokens=[1] * ROWS), "num_tokens is for causal=False"),
-    "too many queries": (refused(causal=False, num_tokens=[8] * ROWS), "asks for 8 queries, but q has places for 7"),
+    "too many queries": (refused(causal=False, num_tokens=[8] * ROWS), "asks for 8 queries, but q has slots for 7"),
     "a memory's window": (
         lambda c: jaxkv.attend(jnp.ones((ROWS, 1, HEADS, DIM)), c, layer=1, causal=False), "to measure window from",
     ),

@@ -390,7 +390,7 @@ def _open_memory(
     given = everything if num_tokens is None else read_numbers("num_tokens", num_tokens)
     query_lens = row_counts("num_tokens", given, rows)
     if is_known(given) and (most := given.max(initial=0) if padded else given.sum()) > token_axes[-1]:
-        raise ValueError(f"num_tokens asks for {most} queries, but q has places for {token_axes[-1]}.")
+        raise ValueError(f"num_tokens asks for {most} queries, but q has slots for {token_axes[-1]}.")
     query_lens = jnp.clip(query_lens, 0, token_axes[-1])
     query_starts = None if padded else jnp.cumsum(query_lens) - query_lens
     return found, jnp.where(found.tables.failed, 0, repeat_for_heads(query_lens, found.tables)), query_starts

@@ -190,6 +190,6 @@ def _check_index(layer: Layer, name: str, x: Any, heads: tuple[int, ...]) -> tup
     token_axes = x.shape[: x.ndim - 1 - len(heads)]
     if len(token_axes) == 2 and token_axes[0] != layer.rows:
         raise ValueError(
-            f"{name} has {token_axes[0]} rows, but the cache has {layer.rows}: give every row a place, used or not."
+            f"{name} has {token_axes[0]} rows, but the cache has max_seqs = {layer.rows}: pad it to all rows."
         )
     return token_axes

@@ -159,7 +159,7 @@ def check_extended(layer: Layer, token_axes: tuple[int, ...]) -> None:
     if (most := int(new.max() if len(token_axes) == 2 else new.sum())) > token_axes[-1]:
         raise ValueError(
             f"extend has made room for {most} tokens{' of a row' * (len(token_axes) == 2)} in this step, but q has "
-            f"places for {token_axes[-1]}: call cache = jaxkv.extend(cache, num_tokens) once before each step's first "
+            f"slots for {token_axes[-1]}: call cache = jaxkv.extend(cache, num_tokens) once before each step's first "
             "layer, with the numbers of that step's tokens."
         )
 
@@ -197,7 +197,8 @@ def check_tokens(layer: Layer, arrays: dict[str, Any]) -> tuple[int, ...]:
             )
         if x.ndim == 4 and x.shape[0] != rows:
             raise ValueError(
-                f"{name} has {x.shape[0]} rows, but the cache has {rows}: give every row a place, used or not."
+                f"{name} has {x.shape[0]} rows, but the cache has max_seqs = {rows}: pad it to all rows, those without "
+                "a token in this step too, or pack the tokens, [N, heads, head_dim]."
             )
         if x.shape[-1] != head_dim and (rank := found.rank) is not None:
             raise ValueError(
@@ -211,7 +212,7 @@ def check_tokens(layer: Layer, arrays: dict[str, Any]) -> tuple[int, ...]:
             )
         token_axes = token_axes or (name, x.shape[:-2])
         if x.shape[:-2] != token_axes[1]:
-            way_out = "they must agree."
+            way_out = "they must agree, [S, T, heads, head_dim] or packed [N, heads, head_dim]."
             if token_axes[0] == "q":
                 way_out += (
                     " Keys and values of other tokens, as in cross-attention, are stored once by jaxkv.append, and "

@@ -241,7 +241,7 @@ def _read_places(name: str, x: Any, cache: Cache, layer: int) -> jax.Array:
         )
     held = cache.layer(layer).held
     if not isinstance(held, jax.core.Tracer) and (most := int(np.asarray(held).max())) > x.shape[-1]:
-        raise ValueError(f"{name} has places for {x.shape[-1]} tokens, but a row holds {most} in layer {layer}.")
+        raise ValueError(f"{name} has slots for {x.shape[-1]} tokens, but a row holds {most} in layer {layer}.")
     if is_known(x) and name == "scores" and np.isnan(x).any():
         raise ValueError(f"scores must be numbers, but one of row {np.argwhere(np.isnan(x))[0][0]} is NaN.")
     return jnp.asarray(x) if name == "keep" else jnp.asarray(x, jnp.float32)

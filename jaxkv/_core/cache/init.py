@@ -23,6 +23,8 @@ from jaxkv._core.state.sharding import count_shards
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
 from jaxkv._core.state.state_slots import NULL_SLOT, StateSlots
 
+DIVIDED = {"heads": "KV heads", "context": "the tokens of each block", "rows": "rows"}
+
 
 @overload
 def init(
@@ -172,8 +174,10 @@ def partition_specs(
         heads = None
     for name, axis in {"heads": heads, "context": context, "rows": rows}.items():
         if axis is not None and axis not in mesh.axis_names:
+            axes = " and ".join(map(repr, mesh.axis_names))
             raise ValueError(
-                f"{name} must be an axis of the mesh, {' or '.join(map(repr, mesh.axis_names))}, not {show(axis)}."
+                f"{name}={show(axis)} is no axis of the mesh, which has {axes}: say {name}={mesh.axis_names[0]!r} to "
+                f"divide {DIVIDED[name]} over that axis, or {name}=None to divide none."
             )
     named = [axis for axis in (heads, context, rows) if axis is not None]
     if len(set(named)) < len(named):
