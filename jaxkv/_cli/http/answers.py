@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from jaxkv._cli.http.body import write_json
 from jaxkv._cli.http.openai_format import ChatCompletion, Completion, count_usage, describe_end, describe_usage
 
 CLOSING = "The server is closing, before the answer has ended."
@@ -24,6 +25,15 @@ async def finish(requests: Sequence[Any], http: Any) -> bool:
             task.cancel()
         cancel(requests)  # does nothing to those that have ended
         await asyncio.gather(waits, gone, return_exceptions=True)  # or the event loop would log that they were cut
+
+
+def write_answer(requests: Sequence[Any], form: ChatCompletion | Completion, head: dict[str, Any]) -> str:
+    """Returns a whole answer as JSON. It may run in a thread of its own."""
+    choices = (
+        write_json({"index": i, **form.choice(request, sample), **describe_end(sample)})
+        for i, (request, sample) in enumerate(list_samples(requests))
+    )
+    return f'{write_json(head | form.answer(requests))[:-1]},"choices":[{",".join(choices)}]}}'
 
 
 async def stream_answer(

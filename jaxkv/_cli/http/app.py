@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jaxkv
-from jaxkv._cli.http.answers import CLOSING, cancel, finish, list_samples, stream_answer
-from jaxkv._cli.http.body import Refused, receive
+from jaxkv._cli.http.answers import CLOSING, cancel, finish, list_samples, stream_answer, write_answer
+from jaxkv._cli.http.body import Refused, receive, write_json
 from jaxkv._cli.http.openai_format import (
     ChatCompletion,
     Completion,
     check_count,
     count_usage,
-    describe_end,
     read_options,
 )
 from jaxkv._cli.http.token_format import detokenize, tokenize
@@ -104,18 +103,19 @@ def make_app(
             return _refusal(JSONResponse, 500, "server_error", failed[0])
         if any(sample.ended == "cancelled" for _, sample in pairs):
             return _refusal(JSONResponse, 503, "server_error", CLOSING)
-        choices = []
-        for i, (request, sample) in enumerate(pairs):
-            choices.append({"index": i, **form.choice(request, sample), **describe_end(sample)})
-            await asyncio.sleep(0)  # that of a long prompt with log-probabilities takes a while
-        return JSONResponse(head | {"object": form.object, "choices": choices, "usage": count_usage(requests)})
+        head |= {"object": form.object, "usage": count_usage(requests)}
+        write = functools.partial(write_answer, requests, form, head)
+        if not {"logprobs", "prompt_logprobs"} & options.keys():
+            return Response(write(), media_type="application/json")
+        async with turns[write_answer]:  # of thousands of tokens that takes a second
+            return Response(await asyncio.to_thread(write), media_type="application/json")
 
-    async def convert(write: Any, number: int, http: Any) -> Any:
-        """Answers by what is written in a thread of its own: that of texts takes a second for each mebibyte."""
+    async def convert(read: Any, number: int, http: Any) -> Any:
+        """Answers by what a function reads of a text or of tokens, in a thread: a mebibyte takes a second."""
         try:
             body = await receive(http, most, names)
-            async with turns[write]:
-                answer = await asyncio.to_thread(write, body, text, number)
+            async with turns[read]:
+                answer = await asyncio.to_thread(lambda: write_json(read(body, text, number)))
         except Exception as error:
             if (refusal := refuse(error)) is None:
                 raise

@@ -1,8 +1,10 @@
-"""The body of an HTTP request: its bytes, up to a limit, and the JSON object that they are."""
+"""Bodies of HTTP: of a request the bytes, up to a limit, and the JSON object that they are; of an answer the JSON."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
+
+AT_ONCE = 256  # items of a list that are written as JSON while no other thread runs
 
 
 class Refused(ValueError):
@@ -63,3 +65,19 @@ def read_json(given: bytes) -> Any:
         raise ValueError("The body is nested too deeply: send fewer brackets.") from None
     except ValueError as error:
         raise ValueError(f"The body is no JSON: {error}.") from None
+
+
+def write_json(value: Any) -> str:
+    """Returns a value as JSON. Lists are written in pieces, between which other threads run: of what is told of a long
+    prompt's tokens there are megabytes, and the event loop, and an engine's steps, must not wait for all of it."""
+    if isinstance(value, dict):
+        fields = (f"{_write(str(key))}:{write_json(item)}" for key, item in value.items())
+        return f"{{{','.join(fields)}}}"
+    if isinstance(value, list):
+        pieces = (_write(value[i : i + AT_ONCE])[1:-1] for i in range(0, len(value), AT_ONCE))
+        return f"[{','.join(pieces)}]"
+    return _write(value)
+
+
+def _write(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

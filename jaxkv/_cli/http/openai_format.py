@@ -2,6 +2,7 @@
 says."""
 
 import codecs
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ REFUSED = {
         BY_HOOK),
     **dict.fromkeys((*TEMPLATE_FIELDS, "tool_choice", "function_call"), AS_TEXT),
     **dict.fromkeys(("audio", "modalities", "prediction", "suffix", "web_search_options", "prompt_embeds",
-        "prompt_logprobs", "truncate_prompt_tokens", "use_beam_search", "length_penalty", "skip_special_tokens",
+        "truncate_prompt_tokens", "use_beam_search", "length_penalty", "skip_special_tokens",
         "return_token_ids", "return_tokens_as_token_ids", "thinking_token_budget", "lora_path"), LEAVE),
 }  # fmt: skip
 # What switches a field off, where that is not None, False, 0 or nothing.
@@ -41,13 +42,53 @@ OFF: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"), "skip_special_tokens": (True,),
 }  # fmt: skip
 # Fields that are on where they are given, whatever their value.
-ON = ("skip_special_tokens", "web_search_options", "json_schema", "audio", "prompt_logprobs")
+ON = ("skip_special_tokens", "web_search_options", "json_schema", "audio")
 CHAT_TYPES = {
     "logprobs": bool, "top_logprobs": int, "chat_template_kwargs": dict, "add_generation_prompt": bool,
     "reasoning_effort": str,
 }  # fmt: skip
 Described = tuple[int, float | None, dict[str, float] | None]  # a token, its log-probability, and the likeliest ones'
 OTHER_TYPES = {"cache_salt": str, "include_stop_str_in_output": bool, "ignore_eos": bool, "stop_token_ids": list}
+
+
+class PromptLogprobs:
+    """vLLM's `prompt_logprobs` of a request: of each token of its prompt, and of so many likeliest ones there."""
+
+    def __init__(self, body: dict[str, Any], text: Any):
+        check_types(body, prompt_logprobs=int)
+        _check_count(body, "prompt_logprobs")
+        self.text, self.count = text, body.get("prompt_logprobs")
+        if self.count is not None and body.get("stream"):
+            raise ValueError("prompt_logprobs cannot be streamed: leave it out, or stream.")
+        self._decode = functools.cache(lambda token: text.decode([token], special=True))
+        self._described: dict[int, list[Any]] = {}  # of each request
+
+    def options(self) -> dict[str, Any]:
+        return {} if self.count is None else {"prompt_logprobs": MOST_LOGPROBS}
+
+    def answer(self, request: Any) -> dict[str, Any]:
+        """Returns the field of an answer, if it is asked for."""
+        if self.count is None:
+            return {}
+        if id(request) not in self._described:
+            self._described[id(request)] = self.describe(request)
+        return {"prompt_logprobs": self._described[id(request)]}
+
+    def describe(self, request: Any) -> list[dict[int, dict[str, Any]] | None]:
+        """Returns what is told of each token of a prompt: nothing of the first, before which there is nothing."""
+        pairs = zip(request.prompt[1:], request.prompt_top_logprobs, strict=True)
+        return [None, *(self._describe(token, found) for token, found in pairs)]
+
+    def _describe(self, token: int, found: dict[int, float]) -> dict[int, dict[str, Any]]:
+        """Returns by their ids the token itself and the likeliest ones. A rank beyond those computed is not known."""
+        best = _likeliest(found, MOST_LOGPROBS)
+        told = {
+            other: {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": self._decode(other)}
+            for rank, (other, logprob) in enumerate(best, 1)
+            if rank <= (self.count or 0) or other == token
+        }
+        own = {"logprob": max(found[token], LEAST_LOGPROB), "rank": None, "decoded_token": self._decode(token)}
+        return {token: own} | told
 
 
 class ChatCompletion:
@@ -57,7 +98,7 @@ class ChatCompletion:
     default_tokens: int | None = None  # as many as there is room for
 
     def __init__(self, body: dict[str, Any], text: Any):
-        self.body, self.text = body, text
+        self.body, self.text, self.prompt_logprobs = body, text, PromptLogprobs(body, text)
         check_types(body, **CHAT_TYPES)
         _check_count(body, "top_logprobs")
         for field, instead in (("echo", "continue a text by /v1/completions"), ("add_special_tokens", LEAVE)):
@@ -66,6 +107,7 @@ class ChatCompletion:
         if body.get("top_logprobs") and not body.get("logprobs"):
             raise ValueError("top_logprobs is for a request with logprobs: give logprobs=true, too, or leave it out.")
         self.num_logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+        self._write = functools.cache(lambda token: (text.decode([token], special=True), [*text.token_bytes(token)]))
 
     def prompts(self) -> list[list[int]]:
         messages = self.body.get("messages")
@@ -80,7 +122,13 @@ class ChatCompletion:
         return [self.text.chat(messages, **variables)]
 
     def options(self) -> dict[str, Any]:
-        return {} if self.num_logprobs is None else {"logprobs": MOST_LOGPROBS}
+        wanted = {} if self.num_logprobs is None else {"logprobs": MOST_LOGPROBS}
+        return wanted | self.prompt_logprobs.options()
+
+    def answer(self, requests: Sequence[Any]) -> dict[str, Any]:
+        """Returns what the whole answer has beside its choices."""
+        (request,) = requests
+        return self.prompt_logprobs.answer(request)
 
     def choice(self, request: Any, sample: Any) -> dict[str, Any]:
         """Returns the whole answer of one of the request's samples."""
@@ -99,12 +147,8 @@ class ChatCompletion:
             return None
 
         def render(token: int, logprob: float) -> dict[str, Any]:
-            written = self.text.decode([token], special=True)
-            return {
-                "token": written,
-                "logprob": max(logprob, LEAST_LOGPROB),
-                "bytes": list(self.text.token_bytes(token)),
-            }
+            written, own = self._write(token)
+            return {"token": written, "logprob": max(logprob, LEAST_LOGPROB), "bytes": own}
 
         pairs = zip(sample.tokens[begin:end], sample.logprobs[begin:end], strict=False)
         return {"content": [
@@ -126,9 +170,10 @@ class Completion:
     default_tokens: int | None = 16  # as OpenAI's
 
     def __init__(self, body: dict[str, Any], text: Any):
-        self.body, self.text = body, text
+        self.body, self.text, self.prompt_logprobs = body, text, PromptLogprobs(body, text)
         self._lengths: dict[int, _TextLength] = {}  # of the text that has been said of each sample
         self._prompts: dict[int, list[Described]] = {}  # of each request
+        self._write = functools.cache(lambda token: _write_bytes(text.token_bytes(token)))
         check_types(body, logprobs=int, echo=bool, add_special_tokens=bool)
         _check_count(body, "logprobs")
         self.num_logprobs, self.echo = body.get("logprobs"), bool(body.get("echo"))
@@ -151,13 +196,18 @@ class Completion:
         return prompt
 
     def options(self) -> dict[str, Any]:
-        wants = self.num_logprobs is not None
-        return dict.fromkeys(("logprobs", *(["prompt_logprobs"] if self.echo else [])), MOST_LOGPROBS) if wants else {}
+        wanted = [] if self.num_logprobs is None else ["logprobs", *(["prompt_logprobs"] if self.echo else [])]
+        return dict.fromkeys(wanted, MOST_LOGPROBS) | self.prompt_logprobs.options()
+
+    def answer(self, requests: Sequence[Any]) -> dict[str, Any]:
+        """Returns what the whole answer has beside its choices."""
+        return {}
 
     def choice(self, request: Any, sample: Any) -> dict[str, Any]:
         """Returns the whole answer of one of the request's samples."""
         before = self.text.decode(request.prompt) if self.echo else ""
-        return {"text": before + sample.text, "logprobs": self._list_logprobs(sample, 0, None, request)}
+        logprobs = self._list_logprobs(sample, 0, None, request)
+        return {"text": before + sample.text, "logprobs": logprobs} | self.prompt_logprobs.answer(request)
 
     def first_chunk(self, prompt: list[int]) -> dict[str, Any] | None:
         return {"text": self.text.decode(prompt), "logprobs": None} if self.echo else None
@@ -165,14 +215,6 @@ class Completion:
     def chunk(self, piece: str, sample: Any, begin: int, end: int | None) -> dict[str, Any]:
         """Returns a piece of a sample's text, with its tokens from `begin` to `end`."""
         return {"text": piece, "logprobs": self._list_logprobs(sample, begin, end)}
-
-    def _write(self, token: int) -> str:
-        """Returns a token's text, or, where that is half a character, its bytes as OpenAI writes them."""
-        own = self.text.token_bytes(token)
-        try:
-            return own.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
     def _list_logprobs(self, sample: Any, begin: int, end: int | None, request: Any = None) -> dict[str, Any] | None:
         if self.num_logprobs is None:
@@ -207,6 +249,14 @@ class Completion:
         for other, logprob in (*_likeliest(found, self.num_logprobs or 0), (token, found[token])):
             best.setdefault(self._write(other), max(logprob, LEAST_LOGPROB))  # of several of one text the likeliest
         return token, max(found[token], LEAST_LOGPROB), best
+
+
+def _write_bytes(own: bytes) -> str:
+    """Returns a token's text, or, where that is half a character, its bytes as OpenAI writes them."""
+    try:
+        return own.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
 class _TextLength:
@@ -260,8 +310,11 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
     count = given.get(field, most)
     if not is_integer(count) or count < 0:
         raise ValueError(f"{field} must be a whole number of tokens, not {count!r}.")
-    if count == 0 and not (given.get("echo") and given.get("logprobs") is not None):
-        raise ValueError(f"{field} must be at least 1, or 0 with echo and logprobs, which scores the prompt alone.")
+    is_scored = "prompt_logprobs" in given or (given.get("echo") and "logprobs" in given)
+    if count == 0 and not is_scored:
+        raise ValueError(
+            f"{field} must be at least 1, or 0 to score the prompt alone, with prompt_logprobs, or echo and logprobs."
+        )
     return options | {"max_new_tokens": min(count, MOST_TOKENS)}
 
 

@@ -1,15 +1,11 @@
 """The form of vLLM's `/tokenize` and `/detokenize`: the tokens of a text or a chat, and the text of tokens."""
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._cli.http.openai_format import TEMPLATE_FIELDS, ChatCompletion, check_types, is_integer, refuse_fields
 
-AT_ONCE = 4096  # values that are written as JSON while no other thread runs
 
-
-def tokenize(body: dict[str, Any], text: Any, max_model_len: int) -> str:
+def tokenize(body: dict[str, Any], text: Any, max_model_len: int) -> dict[str, Any]:
     """Returns the answer to a request's body: the tokens of its `prompt`, or of its `messages` as a chat would have
     them.
 
@@ -28,13 +24,10 @@ def tokenize(body: dict[str, Any], text: Any, max_model_len: int) -> str:
     else:
         raise ValueError(f"prompt must be a text, not {str(prompt)[:100]}: send several requests for several texts.")
     strings = [text.token_string(token) for token in tokens] if body.get("return_token_strs") else None
-    return (
-        f'{{"count": {len(tokens)}, "max_model_len": {max_model_len}, "tokens": {_write_list(tokens)}, '
-        f'"token_strs": {"null" if strings is None else _write_list(strings)}}}'
-    )
+    return {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": strings}
 
 
-def detokenize(body: dict[str, Any], text: Any, vocab_size: int) -> str:
+def detokenize(body: dict[str, Any], text: Any, vocab_size: int) -> dict[str, Any]:
     """Returns the answer to a request's body: the text of its `tokens`, of special ones the names.
 
     Raises:
@@ -46,10 +39,4 @@ def detokenize(body: dict[str, Any], text: Any, vocab_size: int) -> str:
     for token in tokens:
         if not is_integer(token) or not 0 <= token < vocab_size:
             raise ValueError(f"tokens must be whole numbers from 0 to {vocab_size - 1}, not {str(token)[:100]}.")
-    return json.dumps({"prompt": text.decode(tokens, special=True)})
-
-
-def _write_list(values: Sequence[Any]) -> str:
-    """Returns a list as JSON. Other threads run in between: one that answers clients must not wait for a million."""
-    pieces = (json.dumps(values[i : i + AT_ONCE])[1:-1] for i in range(0, len(values), AT_ONCE))
-    return f"[{', '.join(pieces)}]"
+    return {"prompt": text.decode(tokens, special=True)}

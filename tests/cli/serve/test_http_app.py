@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import gc
+import json
 import random
 import socket
 import threading
@@ -13,7 +14,9 @@ from http_server import QUESTIONS, ask, httpx
 from nightly import NIGHTLY
 
 import jaxkv
+from jaxkv._cli.http import app
 from jaxkv._cli.http.answers import finish
+from jaxkv._cli.http.body import AT_ONCE, write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # sockets that a client leaves
 
@@ -100,6 +103,34 @@ def test_who_goes_away_in_its_body_leaves_no_traceback(served, caplog):
     for _ in range(3):
         assert httpx.get(url + "/health").text == "ok"
     assert engine.is_idle and not caplog.records, caplog.text
+
+
+@pytest.mark.parametrize("wanted", [{"prompt_logprobs": 1}, {"logprobs": 1}, {"logprobs": 0, "echo": True}])
+def test_long_answers_hold_nobody_up_while_they_are_written(served, monkeypatch, wanted):
+    """What is told of thousands of tokens takes a second."""
+    is_held, may_go_on, write = threading.Event(), threading.Event(), app.write_answer
+
+    def hold(*given):
+        is_held.set()
+        return write(*given) if may_go_on.wait(30) else "nobody was answered"
+
+    monkeypatch.setattr(app, "write_answer", hold)
+    body = {"prompt": "a", "max_tokens": 1} | wanted
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        found = threads.submit(httpx.post, served[2] + "/v1/completions", json=body, timeout=60)
+        assert is_held.wait(60) and httpx.get(served[2] + "/health", timeout=60).text == "ok"
+        may_go_on.set()
+        assert len(found.result(60).json()["choices"]) == 1
+
+
+def test_json_in_pieces_is_json():
+    for value in (
+        {}, [], {"a": {"b": []}, "ü": [1.5, None, "é\n\"", True]}, [[i, {"x": str(i)}] for i in range(3 * AT_ONCE + 1)],
+        {"a": {"b": list(range(AT_ONCE))}, 5: [{}] * (AT_ONCE + 1)}, "東", 5,
+    ):  # fmt: skip
+        assert write_json(value) == json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    with pytest.raises(ValueError, match="JSON"):
+        write_json([float("nan")])
 
 
 @pytest.mark.parametrize("stream", [False, True])

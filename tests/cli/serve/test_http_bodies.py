@@ -93,7 +93,7 @@ FOREIGN = {
     "structured_outputs": {"choice": ["a"]}, "response_format": {"type": "json_object"}, "bad_words": ["a"],
     "allowed_token_ids": [1], "logits_processors": ["a"], "min_tokens": 2, "logit_bias": {"1": 5},
     "frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 1.1, "use_beam_search": True,
-    "length_penalty": 2.0, "best_of": 3, "truncate_prompt_tokens": 5, "prompt_logprobs": 1,
+    "length_penalty": 2.0, "best_of": 3, "truncate_prompt_tokens": 5,
     "skip_special_tokens": False, "return_token_ids": True, "return_tokens_as_token_ids": True, "prompt_embeds": "a",
     "tools": [{"type": "function"}], "functions": [{}], "tool_choice": "required", "function_call": {"name": "a"},
     "chat_template": "{{ messages }}", "continue_final_message": True, "documents": [{"text": "a"}], "echo": True,
