@@ -16,6 +16,7 @@ from jaxkv._cli.http.body import Refused, receive, write_json
 from jaxkv._cli.http.openai_format import (
     ChatCompletion,
     Completion,
+    check_context,
     check_count,
     count_usage,
     read_options,
@@ -81,6 +82,7 @@ def make_app(
             options = read_options(body, defaults, form.default_tokens or most_tokens) | form.options()
             async with turns[kind]:
                 prompts = await asyncio.to_thread(form.prompts)
+            check_context(prompts, body, max_model_len)
             check_count(prompts, options, most_answers)
             for prompt in prompts:
                 requests.append(engine.submit(prompt, tokenizer=text, **{"eos": eos} | options))

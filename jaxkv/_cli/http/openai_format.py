@@ -306,8 +306,8 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
     options |= {"eos": ()} if given.get("ignore_eos") else {}
     if is_integer(options.get("seed")):
         options["seed"] %= 2**32  # OpenAI's has 64 bits
-    field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    count = given.get(field, most)
+    field, count = find_limit(body)
+    count = most if count is None else count
     if not is_integer(count) or count < 0:
         raise ValueError(f"{field} must be a whole number of tokens, not {count!r}.")
     is_scored = "prompt_logprobs" in given or (given.get("echo") and "logprobs" in given)
@@ -316,6 +316,29 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
             f"{field} must be at least 1, or 0 to score the prompt alone, with prompt_logprobs, or echo and logprobs."
         )
     return options | {"max_new_tokens": min(count, MOST_TOKENS)}
+
+
+def find_limit(body: dict[str, Any]) -> tuple[str, Any]:
+    """Returns the field that limits an answer's tokens, by OpenAI's newer name or its older one, and its value."""
+    field = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    return field, body.get(field)
+
+
+def check_context(prompts: Sequence[list[int]], body: dict[str, Any], max_model_len: int) -> None:
+    """Raises ValueError if a prompt and the answer that the body asks for are longer than the context."""
+    field, count = find_limit(body)
+    for i, prompt in enumerate(prompts):
+        name, room = "The prompt" if len(prompts) == 1 else f"prompt[{i}]", max_model_len - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"{name} has {len(prompt)} tokens, and the context of {max_model_len} (--max-seq-len) must hold one "
+                "more: send less."
+            )
+        if count is not None and count > room:
+            raise ValueError(
+                f"{name} has {len(prompt)} tokens and {field} is {str(count)[:20]}, but the context holds "
+                f"{max_model_len} (--max-seq-len): ask for at most {room}, or send less."
+            )
 
 
 def refuse_fields(body: dict[str, Any], fields: Iterable[str] = REFUSED) -> None:

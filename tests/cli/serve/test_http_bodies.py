@@ -195,3 +195,41 @@ def test_an_error_names_the_field_that_was_sent(served):
     ):
         found = httpx.post(served[2] + "/v1/chat/completions", json=body | given)
         assert found.json()["error"]["message"].startswith(says), found.text
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_more_than_the_context_holds_is_refused_and_not_cut(served, path):
+    """As vLLM's. Without a number an answer has the rest of the context, or a completion's default if that is less."""
+    text, content = served[1], "x" * 200
+
+    def post(**more):
+        said = {"prompt": content} if path == "completions" else {"messages": [{"role": "user", "content": content}]}
+        found = httpx.post(f"{served[2]}/v1/{path}", json=said | {"ignore_eos": True} | more, timeout=60)
+        return found.status_code, found.json()
+
+    prompt = text.encode(content) if path == "completions" else text.chat([{"role": "user", "content": content}])
+    room = 256 - len(prompt)
+    for field in ("max_tokens", "max_completion_tokens"):
+        status, found = post(**{field: room})
+        assert (status, found["usage"]["completion_tokens"]) == (200, room)
+        for asked in (room + 1, 256, 10**30, 10**4000):
+            for stream in (False, True):
+                status, found = post(**{field: asked}, stream=stream)
+                message = found["error"]["message"]
+                assert status == 400 and len(message) < 400
+                assert message.startswith(f"The prompt has {len(prompt)} tokens and {field} is {str(asked)[:20]}")
+                assert "256" in message and f"at most {room}" in message
+    for more in ({}, {"max_tokens": None}):
+        assert post(**more)[1]["usage"]["completion_tokens"] == min(room, 16 if path == "completions" else 256)
+    content = "x" * (256 - len(prompt) + 200)
+    for more in ({}, {"max_tokens": 1}):
+        status, found = post(**more)
+        assert status == 400 and "The prompt has 256 tokens" in found["error"]["message"], found
+    content = content[1:]
+    assert post()[1]["usage"]["completion_tokens"] == 1
+
+
+def test_of_several_prompts_the_one_that_is_too_long_is_named(served):
+    body = {"prompt": ["a", "x" * 250, "b"], "max_tokens": 10}
+    found = httpx.post(served[2] + "/v1/completions", json=body)
+    assert found.status_code == 400 and "prompt[1] has 251 tokens" in found.json()["error"]["message"]
