@@ -144,7 +144,7 @@ def said_of(line: str) -> list[str]:
         ],
         "decode attention of 2 rows": all_of("all / this", "{:.1f}x", quest),
         "cost of a step's write": [f"{min(smaller):.1f}x", f"{max(smaller):.1f}x"],
-        "sequences in equal bytes": all_of("times_contiguous", "{:.1f}x", packed)
+        "sequences in the same memory": all_of("times_contiguous", "{:.1f}x", packed)
         + [f"{100 * row['wasted']:.{digits}f} %" for rows, digits in ((packed, 1), (contiguous, 0)) for row in rows],
         "prefix reuse": [
             f"{reused['less prefill']:.1f}x", f"{reused['tokens/s'] / anew['tokens/s']:.1f}x the tokens per second"
