@@ -125,7 +125,7 @@ MISTAKES = {
     WithoutPair: r"must return the pair \(logits, cache\), but for packed tokens i32\[5\] it returns float32\[5, 12\]",
     Layerwise: "its second part is a list of 1",
     PaddedAlone: r"fails on packed tokens i32\[5\] \(ValueError: not enough values to unpack",
-    GivenBack: "gives back the cache that it was given",
+    GivenBack: "returns the cache that it was given",
     OneAxisMore: r"must return logits \[5, vocabulary\] for packed tokens i32\[5\], not float32\[1, 5, 12\]",
     AllPlaces: r"must return logits \[2, vocabulary\] for logits_at i32\[2\] of packed tokens i32\[5\]",
     Chosen: r"floating point numbers, for packed tokens i32\[5\], not int32\[5, 1\]",

@@ -117,7 +117,7 @@ def test_a_token_that_was_given_back_is_told_of_once():
     layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, window=4, sink_tokens=4)
     cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=20, block_size=4))
     cache = jaxkv.extend(jaxkv.append(cache, KV, KV, [20, 3]), [1, 0])
-    with pytest.raises(IndexError, match="window of 4 behind 4 first tokens, has given back the token of row 0"):
+    with pytest.raises(IndexError, match="window of 4 and 4 sink tokens, has freed the token of row 0"):
         cache.token(0, 6)
 
 

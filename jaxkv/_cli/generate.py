@@ -280,7 +280,7 @@ def _report(engine: Any, prompts: list, outputs: list, times: list[float], choic
         f"{len(prompts)} prompt{plural} of {lengths} tokens, "
         f"{count} new tokens in {last:.1f} s: the first after {first:.1f} s, compilation included{rate}.",
         f"{engine.steps} steps; {used} of {blocks} blocks of {config.block_size} tokens used at the most, "
-        f"{blocks - used} free; {engine.set_back} sequences set back.",
+        f"{blocks - used} free; {engine.set_back} sequences preempted.",
         f"Used {format_bytes(usage['bytes_peak'])}; a dense cache of {config.max_seqs} rows of "
         f"{config.max_seq_len} tokens takes {format_bytes(config.dense_bytes)}.",
     ]

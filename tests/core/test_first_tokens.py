@@ -98,7 +98,7 @@ FIRST_BAD = {
     "none": (lambda: LayerConfig(**SINGLE, window=3, sink_tokens=0), "sink_tokens must be at least 1"),
     "more of a sharing layer": (
         lambda: make_config((FIRST, LayerConfig(**SINGLE, window=3, sink_tokens=6, shares_with=0))),
-        "which keeps 5 of the first tokens: its own sink_tokens cannot be 6",
+        "which keeps 5 sink tokens: its own sink_tokens cannot be 6",
     ),
     "a word": (
         lambda: jaxkv.attend(np.ones((ROWS, 1, 2, 8)), jaxkv.init(make_config((FIRST,))), layer=0, sink_tokens="a"),
@@ -110,7 +110,7 @@ FIRST_BAD = {
     ),
     "more than it keeps": (
         lambda: jaxkv.attend(np.ones((ROWS, 1, 2, 8)), jaxkv.init(make_config((FIRST,))), layer=0, sink_tokens=6),
-        "but for 5 first ones, and cannot take sink_tokens=6",
+        "except 5 sink tokens, and cannot take sink_tokens=6",
     ),
 }
 
@@ -134,7 +134,7 @@ def test_first_tokens_are_seen_where_they_are_kept_and_refused_where_they_are_no
     seen = jnp.concatenate([kv[0, 0, :3, 0], kv[0, 0, 35:, 0]])
     expected = jax.nn.softmax(seen.sum(axis=1) / 2) @ seen
     np.testing.assert_allclose(out[0, 0, 0], expected, atol=1e-5)
-    with pytest.raises(ValueError, match="Layer 1 gives back what falls out of its window of 5 tokens"):
+    with pytest.raises(ValueError, match="Layer 1 frees the tokens that leave its window of 5"):
         jaxkv.attend(q, cache, layer=1, sink_tokens=3)
     with pytest.raises(ValueError, match="sink_tokens are seen beside a window, and there is none"):
         jaxkv.attend(q, cache, layer=0, sink_tokens=3)

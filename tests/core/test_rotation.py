@@ -132,7 +132,7 @@ def test_refusals(tmp_path):
         jaxkv.load(tmp_path / "file", config=make(False))
     with pytest.raises(ValueError, match=r"LayerConfig.rotate must be True, False or None, not 'yes'"):
         make("yes")
-    with pytest.raises(ValueError, match=r"layers\[0\].rotate is for heads in quantised kinds, but .* in bfloat16"):
+    with pytest.raises(ValueError, match=r"layers\[0\].rotate is for heads in a quantized format, but .* in bfloat16"):
         make(True, dtype="bfloat16")
     shared = dataclasses.replace(make(True).layers[0], shares_with=0)
     with pytest.raises(ValueError, match="no dtype or rotate of its own"):

@@ -223,7 +223,7 @@ def test_tokens_given_back_are_zero_and_said_to_be_gone():
     assert_same(combined[0, 0, :, first:20].swapaxes(0, 1), k[2][0, first:20])
 
     assert_same(cache.token(0, first, layer=0), (k[0][0, first], v[0][0, first]))
-    with pytest.raises(IndexError, match=f"window of 6, has given back the token of row 0 at position {first - 1}"):
+    with pytest.raises(IndexError, match=f"window of 6, has freed the token of row 0 at position {first - 1}"):
         cache.token(0, first - 1, layer=0)
     cache.token(0, 0, layer=1)
     assert cache.slots(0, 0, layer=0)[0] == 0 and cache.slots(0, 0, layer=1)[0] != 0
@@ -277,7 +277,7 @@ def test_a_refused_truncation_tells_of_first_tokens_too():
     cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=1, max_seq_len=64, num_blocks=16, block_size=4))
     for _ in range(20):
         cache = jaxkv.extend(cache, [1])
-    with pytest.raises(jaxkv.OutOfWindow, match="a window of 6 behind 3 first tokens have freed"):
+    with pytest.raises(jaxkv.OutOfWindow, match="a window of 6 and 3 sink tokens have freed"):
         jaxkv.check(jaxkv.truncate(cache, [7]))
 
 

@@ -232,7 +232,7 @@ WRONG = {
     "no branches": ({"draft": "ngram", "draft_branches": 0}, "draft_branches must be at least 1, not 0"),
     "branches and a hook": (
         {"draft": "ngram", "draft_branches": 2, "logits_hook": max},
-        "A logits_hook is told of one sequence a row",
+        "A logits_hook gets one sequence per row",
     ),
     "steps_per_dispatch": ({"draft": "ngram", "steps_per_dispatch": 2}, "steps_per_dispatch must be 1 with it, not 2"),
 }

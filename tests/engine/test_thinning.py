@@ -286,18 +286,18 @@ def test_what_does_not_go_together_is_refused():
         (dict(evict="knorm"), r"evict must be a jaxkv.Eviction, such as Eviction\('snapkv', keep=0.25\), not 'knorm'"),
         (
             dict(evict=evict, prefix_cache=True),
-            "prefix_cache= does not go with evict=, for what a thinned row holds is",
+            "prefix_cache= does not go with evict=, for a row with evicted tokens is",
         ),
-        (dict(evict=evict, draft="ngram"), "draft= does not go with evict=, for tokens that were guessed wrong"),
-        (dict(evict=evict, stacked=True), "evict gives back blocks of a table of its own"),
+        (dict(evict=evict, draft="ngram"), "draft= does not go with evict=, for draft tokens cannot be rolled back"),
+        (dict(evict=evict, stacked=True), "evict frees blocks of a table of its own"),
         (
             dict(evict=evict, layout="contiguous", num_blocks=None, block_size=None),
-            "evict gives back blocks of a table of its own",
+            "evict frees blocks of a table of its own",
         ),
     ):
         with pytest.raises(ValueError, match=why):
             jaxkv.Engine(Tiny(), **TIGHT | options)
-    with pytest.raises(ValueError, match="evict= is for layers that see everything, but all of this model's give"):
+    with pytest.raises(ValueError, match="evict= is for full-attention layers, and this model has none"):
         jaxkv.Engine(Tiny((3, 5)), evict=evict, **TIGHT)
     cache = jaxkv.init(jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=4, max_seqs=1, max_seq_len=8))
     with pytest.raises(ValueError, match=r"must return floats \[1, 2, 8\] or \[1, 8\], what each token that layer 0"):

@@ -37,7 +37,7 @@ def split_options(layer: Layer, options: dict[str, Any]) -> tuple[dict[str, Any]
     if window is not None and window <= length:
         if "sink_tokens" in options:
             raise ValueError(
-                f"Layer {layer.number} reads its newest {length} tokens from a residual layer, without first tokens: "
+                f"Layer {layer.number} reads its newest {length} tokens from a residual layer, without sink tokens: "
                 f"with sink_tokens give a wider window than {window}, or make the cache without residual_length."
             )
         return newest, None

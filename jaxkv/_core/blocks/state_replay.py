@@ -56,8 +56,8 @@ def _replay(
     """Returns a layer's states after the tokens that rows keep."""
     if inputs.mixer == "write_states":
         raise ValueError(
-            "keep cannot take back a step of guesses of which write_states wrote the states: it knows those after all "
-            "tokens alone. Use the mixers, or compute the kept tokens again from a fork."
+            "keep cannot roll back states that write_states wrote in a step of guesses: it knows only those after all "
+            "tokens. Use the mixers, or compute the kept tokens again from a fork."
         )
     padded = {name: _pad(x, tables, inputs, longest) for name, x in inputs.tokens.items()}
     arrays: dict[str, Any] = padded | inputs.fixed

@@ -283,7 +283,7 @@ class Views:
         block, _ = self.slots(row, position, layer=layer)
         if not isinstance(block, jax.core.Tracer) and not block.any():
             kept = self.layer_config(self.config.owner(layer)).retention
-            raise IndexError(f"Layer {layer}, {kept}, has given back the token of row {row} at position {position}.")
+            raise IndexError(f"Layer {layer}, {kept}, has freed the token of row {row} at position {position}.")
         return self.read(layer, row, position)
 
     def load(self, layer: int, row: int, head: int, position: int) -> tuple[jax.Array, jax.Array]:

@@ -22,7 +22,7 @@ def check_formats(config: ByteSizes) -> None:
             rows = "latent" if layer.v_head_dim is None else "one with v_head_dim, of rows"
             what = f"stored in {kind.name}" if layer.row_rank is None else rows
             raise ValueError(
-                f"CacheConfig.layers[{i}].rotate is for heads in quantised kinds, but the layer is {what}: "
+                f"CacheConfig.layers[{i}].rotate is for heads in a quantized format, but the layer is {what}: "
                 "leave it out, or choose int8, say."
             )
 
@@ -92,7 +92,7 @@ def check_evicting(config: ByteSizes) -> None:
     if evicting and (config.contiguous or config.stacked):
         what = "stacked=True, in which layers share tables" if config.stacked else 'layout="contiguous"'
         raise ValueError(
-            f"CacheConfig.layers[{evicting[0]}].evict gives back blocks of a table of its own, and there are none "
+            f"CacheConfig.layers[{evicting[0]}].evict frees blocks of a table of its own, and there is none "
             f"with {what}: leave one out."
         )
     if config.contiguous and any(layer.bounds for layer in config.layers):

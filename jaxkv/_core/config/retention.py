@@ -99,8 +99,8 @@ class Window(Full):
         return self.window
 
     def __str__(self) -> str:
-        first = "" if self.sink_tokens is None else f" behind {self.sink_tokens} first tokens"
-        return f"with a window of {self.window}{first}"
+        sinks = "" if self.sink_tokens is None else f" and {self.sink_tokens} sink tokens"
+        return f"with a window of {self.window}{sinks}"
 
     def first_visible_position(self, length: Any) -> Any:
         return _clip_below(length - max(self.window, 2) + 1)
@@ -115,8 +115,8 @@ class Window(Full):
         if window is None or window > self.window:
             return f"which keeps a window of {self.window} tokens: its own window cannot be {window}"
         if (sink_tokens or 0) > (self.sink_tokens or 0):
-            kept = self.sink_tokens or "none"
-            return f"which keeps {kept} of the first tokens: its own sink_tokens cannot be {sink_tokens}"
+            kept = self.sink_tokens or "no"
+            return f"which keeps {kept} sink tokens: its own sink_tokens cannot be {sink_tokens}"
         return None
 
     def mask_options(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -127,9 +127,9 @@ class Window(Full):
                 "LayerConfig the wider one."
             )
         if options.get("sink_tokens", 0) > (self.sink_tokens or 0):
-            kept = "the first ones too" if self.sink_tokens is None else f"but for {self.sink_tokens} first ones"
+            kept = "sink tokens too" if self.sink_tokens is None else f"except {self.sink_tokens} sink tokens"
             raise ValueError(
-                f"Layer {layer} gives back what falls out of its window of {self.window} tokens, {kept}, and cannot "
+                f"Layer {layer} frees the tokens that leave its window of {self.window}, {kept}, and cannot "
                 f"take sink_tokens={options['sink_tokens']}: give its LayerConfig as many, or make it without a "
                 "window, and give window= with them."
             )
@@ -220,8 +220,7 @@ def make_retention(window: int | None, sink_tokens: int | None, chunk: int | Non
         return sees
     if sees != Full():
         raise ValueError(
-            f"A layer {sees} gives back what its tokens do not see, by position, and cannot have evict={evict!r} too: "
-            "leave one out."
+            f"A layer {sees} frees tokens by their positions, and cannot have evict={evict!r} too: leave one out."
         )
     return Evicted(evict)
 

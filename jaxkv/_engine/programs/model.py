@@ -200,7 +200,7 @@ def _find_problems(result: Any, cache: Cache, wanted: tuple[int, ...], given: st
     stale = [i for i, pool in enumerate(cache.pools) if pool is not None and after.pools[i].kv is pool.kv]  # type: ignore[union-attr]
     if len(stale) == sum(pool is not None for pool in cache.pools):
         return [
-            "The model gives back the cache that it was given, without this step's keys and values: return the one "
+            "The model returns the cache that it was given, without this step's keys and values: return the one "
             "that jaxkv.attention returned, out, cache = jaxkv.attention(q, k, v, cache, layer=i)."
         ]
     if stale:

@@ -150,7 +150,7 @@ def read_draft(
         )
     if getattr(model, "scan", False) and any(layer.is_recurrent for layer in model.layer_configs):
         raise ValueError(
-            "A draft's guesses are taken back in layers that keep a state one by one, but this model scans over its "
+            "Draft tokens are rolled back in layers that keep a state one by one, but this model scans over its "
             "layers: make it, or load it, with scan=False, or leave draft out."
         )
     if isinstance(draft, str):
@@ -203,7 +203,7 @@ def _check_trees(model: Any, residual_length: Any) -> None:
 
 def _check_branches(model: Any, hook: Any) -> None:
     if hook is not None:
-        raise ValueError("A logits_hook is told of one sequence a row, and not of branches: leave draft_branches out.")
+        raise ValueError("A logits_hook gets one sequence per row, and no branches: leave draft_branches out.")
     if "step" not in inspect.signature(model.__call__).parameters:
         raise ValueError(
             "draft_branches make a tree, of which step= tells a model, and this one takes no step: leave "

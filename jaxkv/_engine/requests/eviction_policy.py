@@ -152,7 +152,10 @@ class Eviction:
         is_free = [every and layer.shares_with is None for every, layer in zip(sees_all, layers, strict=True)]
         readers = [layer.shares_with for every, layer in zip(sees_all, layers, strict=True) if not every]
         if not any(is_free):
-            raise ValueError("evict= is for layers that see everything, but all of this model's give tokens back.")
+            raise ValueError(
+                "evict= is for full-attention layers, and this model has none: all of its layers have windows, "
+                "chunks or a state."
+            )
         return tuple(
             dataclasses.replace(layer, evict=self._kind(layer)) if free and i not in readers else layer
             for i, (layer, free) in enumerate(zip(layers, is_free, strict=True))
@@ -202,8 +205,8 @@ def read_eviction(evict: Any, **others: Any) -> Eviction | None:
     if not isinstance(evict, Eviction):
         raise ValueError(f"evict must be a jaxkv.Eviction, such as Eviction('snapkv', keep=0.25), not {show(evict)}.")
     reasons = {
-        "prefix_cache": "what a thinned row holds is no prefix of another",
-        "draft": "tokens that were guessed wrong cannot be taken back from behind what is given up",
+        "prefix_cache": "a row with evicted tokens is no prefix of another",
+        "draft": "draft tokens cannot be rolled back after an eviction",
     }
     for name, given in others.items():
         if given:

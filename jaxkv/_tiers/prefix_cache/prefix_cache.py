@@ -419,7 +419,7 @@ class PrefixCache:
         """Returns the contents of the index and its savings so far, as plain numbers.
 
         `tokens_saved` of `tokens_asked` did not have to be computed; `hit_rate` is their ratio. A request counts once:
-        one that an `Engine` sets back and takes up again finds its own blocks, which saves nothing.
+        one that an `Engine` preempts and resumes finds its own blocks, which saves nothing.
         """
         self._index.mend()
         found = {
