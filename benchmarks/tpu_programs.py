@@ -120,6 +120,8 @@ def step_program(work: Work, copies_only: bool, layers: int, array: Callable[...
     known = {} if rank is None else {"rank": rank}
     options |= known | ({"scale": 0.1} if form.joins or rank is not None else {})
     tokens = (work.rows, 1) if work.kernel == "decode" else (work.tokens * work.rows,)
+    if work.is_mixed:
+        tokens = (work.rows - 1 + work.tokens,)
     given = head_dim if shape.rank is not None else shape.head_dim
     q, k = array(*tokens, heads, given), array(*tokens, kv_heads, given)
 

@@ -46,6 +46,11 @@ class Work(NamedTuple):
     prefix: int | None = None  # tokens that a decode step's rows share beside their context; None: it is not looked for
 
     @property
+    def is_mixed(self) -> bool:
+        """Tells whether a decode step's last row has a prompt of `tokens` new ones instead."""
+        return self.kernel == "decode" and self.tokens > 1
+
+    @property
     def lengths(self) -> list[int]:
         length = (lambda row: 128 + 256 * row) if self.ragged else (lambda row: 102 + 117 * (row & 7))
         return [length(row) if self.ragged or self.kept else self.context for row in range(self.rows)]
@@ -167,6 +172,12 @@ WORKS = {
             *([(512, 2048, " of 2,048 kept, 102 to 921 by heads")] if rows == 64 else []),
         )
     },
+    **{
+        f"layer, 31 rows and a prompt of 256{', ' * (kind is not None)}{kind or ''}": Work(
+            "decode", rows=32, context=1024, tokens=256, kind=kind, layer=True
+        )
+        for kind in (None, "int8", "int4")
+    },
     "layer, prefill of 1,024 tokens": Work("prefill", tokens=1024, layer=True),
     "layer, decode 32 x 1024": Work("decode", rows=32, context=1024, layer=True),
     **{
@@ -247,7 +258,7 @@ def stand_ins(
     limit = Scalars(lambda i: (0 if together else work.context) + (i + 1) * tile)
     first = Scalars(lambda i: i * tile)
     token_masks = [number(0), number(work.prefix), number(0), number(work.prefix)] if together else []
-    if work.rows == 1:
+    if work.rows == 1 or work.is_mixed:
         runs = [block, number(0), Scalars(lambda i: i * page), number(0), number(page), number(work.tokens // page)]
     else:  # a token a row, each at another place of its page
         place = Scalars(lambda i: i & (page - 1))

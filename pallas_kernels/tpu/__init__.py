@@ -8,7 +8,7 @@ import functools
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.tpu.quantize import FORMATS as FORMATS
-from pallas_kernels.tpu.step import attend, decode_step
+from pallas_kernels.tpu.step import attend, attend_to_new
 from pallas_kernels.tpu.support import CHOSEN_ROWS, unsupported as unsupported
 from pallas_kernels.tpu.write import write_kv as write_kv
 from pallas_kernels.xla.chosen_rows import attend_tokens
@@ -49,9 +49,9 @@ def write_and_attend(
     interpret=False,
     step_tokens=None,
 ):
-    """Writes and attends, in one kernel for a decode step `[S, 1, H, D]` that reads whole rows, else in two."""
+    """Writes and attends; in one kernel for rows of one new token, unless tokens choose what they see."""
     own = dict(interpret=interpret, step_tokens=step_tokens)
-    if q.ndim == 4 and q.shape[1] == 1 and mask.tokens is None:
-        return decode_step(q, stored, batch, mask, options, new=(k, v), **own)
+    if mask.tokens is None and (mask.spans is None or q.shape[-3] == 1):
+        return attend_to_new(q, (k, v), stored, batch, mask, options, **own)
     stored = write_kv(k, v, stored, batch, interpret=interpret)
     return paged_attention(q, stored, batch, mask, options, **own), stored

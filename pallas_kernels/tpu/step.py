@@ -22,6 +22,7 @@ from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, pad
 from pallas_kernels.tpu.prefill import make_tiles, prefill, prefill_bytes
 from pallas_kernels.tpu.quantize import encodable
+from pallas_kernels.tpu.write import write_kv
 
 TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of keys
 # Tokens x all heads, by how many tokens there may be: as many as make the loop of products long, of which the ends are
@@ -40,17 +41,38 @@ def attend(
     step_tokens=None,
 ):
     """Attention of a step whose keys and values are in the pool."""
+    return attend_to_new(q, None, stored, batch, mask, options, interpret=interpret, step_tokens=step_tokens)[0]
+
+
+def attend_to_new(
+    q,
+    new,
+    stored: StoredKV,
+    batch: PagedBatch,
+    mask: MaskSpec,
+    options: SoftmaxOptions,
+    *,
+    interpret=False,
+    step_tokens=None,
+):
+    """Attention of a step whose `new` keys and values are written first; None: they are in the pool.
+
+    Rows of one token have them written by the kernel that reads them, which fetches their last page anyway.
+
+    Returns:
+      `(out, the pool)` or `((out, lse), the pool)`.
+    """
     own = dict(interpret=interpret, step_tokens=step_tokens)
     if not mask.causal:
         batch = drop_empty_rows(batch)
     if q.ndim == 4 and q.shape[1] == 1:
-        return decode_step(q, stored, batch, mask, options, **own)[0]
+        return decode_step(q, stored, batch, mask, options, new=new, **own)
     kv, (tables, kv_lens, query_lens, query_starts, _) = stored.kv, batch
     *token_axes, num_heads, head_dim = q.shape
     rows, width, deterministic = tables.shape[0], stored.value_dim(head_dim), options.deterministic
     if not q.size:
         q = q[..., :width]
-        return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if options.return_lse else q
+        return ((q, jnp.zeros(q.shape[:-1], jnp.float32)) if options.return_lse else q), stored
     kv_lens = jnp.clip(kv_lens, 0, tables.shape[1] * kv.shape[3])
     tables = jnp.clip(tables, 0, kv.shape[0] - 1)
     options = dataclasses.replace(options, scale=options.logit_scale(head_dim))
@@ -65,6 +87,22 @@ def attend(
         begin = default_offsets(query_lens) if query_starts is None else query_starts
     decodes = mask.causal or deterministic  # a step of one token a row does, and T must not matter
     single = (query_lens == 1) & decodes
+    if decodes:
+        at = jnp.clip(begin, 0, places - 1)
+        new_kv = targets = None
+        if new is not None:
+            others = batch._replace(query_lens=jnp.where(single, 0, batch.query_lens), query_starts=begin)
+            stored = write_kv(*new, stored, others, interpret=interpret)
+            tokens = [x if x is None else x.reshape(-1, *x.shape[-2:])[at] for x in new]
+            new_kv, targets = _place_tokens(tokens, stored, batch.block_tables, batch.kv_lens - 1)
+            targets = jnp.where(begin < places, targets, 0)
+        alone = flat[at]
+        if nibbles.has_groups(stored):
+            alone = nibbles.spread_queries(alone, stored, kv.shape[-1])
+        limits, store = jnp.where(single, kv_lens, 0), dict(new_kv=new_kv, targets=targets)
+        alone, alone_lse, stored = decode(
+            alone, stored, tables, limits, options, window_mask=window_mask, **store, **own
+        )
     groups = nibbles.count_groups(stored)
     size = tile_tokens(token_axes[-1], num_heads, kv, tables, q.dtype, deterministic, groups)
     # Queries that are not the row's own have no position: their tiles only number them. They come as many.
@@ -82,22 +120,15 @@ def attend(
     out, lse = prefill(
         flat, stored, tables, tiles, options, tile_tokens=size, window_mask=window_mask, token_mask=mask_tiles, **own
     )
-    if not decodes:
-        out = out[..., :width].reshape(*q.shape[:-1], width)
-        return (out, gather_lse(lse, tiles, places).reshape(q.shape[:-1])) if options.return_lse else out
-    at = jnp.clip(begin, 0, places - 1)
-    alone = flat[at]
-    if nibbles.has_groups(stored):
-        alone = nibbles.spread_queries(alone, stored, kv.shape[-1])
-    alone, alone_lse, _ = decode(
-        alone, stored, tables, jnp.where(single, kv_lens, 0), options, window_mask=window_mask, **own
-    )
-    at = jnp.where(single & (begin < places), begin, places)  # the others are dropped
-    out = out[..., :width].at[at].set(alone[..., :width], mode="drop").reshape(*q.shape[:-1], width)
-    if not options.return_lse:
-        return out
-    lse = gather_lse(lse, tiles, places).at[at].set(alone_lse, mode="drop")
-    return out, lse.reshape(q.shape[:-1])
+    if options.return_lse:
+        lse = gather_lse(lse, tiles, places)
+    out = out[..., :width]
+    if decodes:
+        at = jnp.where(single & (begin < places), begin, places)  # the others are dropped
+        out = out.at[at].set(alone[..., :width], mode="drop")
+        lse = lse.at[at].set(alone_lse, mode="drop") if options.return_lse else None
+    out = out.reshape(*q.shape[:-1], width)
+    return (out, lse.reshape(q.shape[:-1])) if options.return_lse else out, stored
 
 
 def _tile_masks(tiles, size: int, token_mask: TokenMask | None, lengths) -> MaskTiles:
@@ -140,18 +171,12 @@ def decode_step(
     kv, (tables, kv_lens, query_lens, _, _), head_dim = stored.kv, batch, q.shape[-1]
     block_size = kv.shape[3]
     capacity = tables.shape[1] * block_size
-    position = jnp.clip(kv_lens - query_lens, 0, capacity - 1)
     new_kv = targets = None
     if nibbles.has_groups(stored):
         q = nibbles.spread_queries(nibbles.own_queries(q, stored), stored, kv.shape[-1])
     if new is not None:
-        block = jnp.take_along_axis(tables, position[:, None] // block_size, axis=1)[:, 0]
-        targets = jnp.where((block > 0) & (block < kv.shape[0]), block, 0)
-        tokens = jnp.stack([x[:, 0] for x in new if x is not None], axis=1)
-        dtype = encodable(tokens.dtype) if stored.format.is_quantized else kv.dtype
-        if nibbles.has_groups(stored):
-            tokens = nibbles.split_tokens(new[0][:, 0], stored, kv.shape[-1], axis=1)
-        new_kv = pad(tokens, kv.shape[-1]).astype(dtype)
+        tokens = [x if x is None else x[:, 0] for x in new]
+        new_kv, targets = _place_tokens(tokens, stored, tables, kv_lens - query_lens)
     out, lse, stored = decode(
         pad(q[:, 0], kv.shape[-1]),
         stored,
@@ -166,6 +191,22 @@ def decode_step(
     )
     out = out[:, None, :, : stored.value_dim(head_dim)]
     return (out, lse[:, None]) if options.return_lse else out, stored
+
+
+def _place_tokens(new, stored: StoredKV, tables, position):
+    """Returns what `decode` takes of a new token of each row, `[S, K, D]` and for joined rows None, and the blocks of
+    their positions, 0 where there is none."""
+    kv = stored.kv
+    block_size, blocks_per_row = kv.shape[3], tables.shape[1]
+    column = position // block_size
+    block = jnp.take_along_axis(tables, jnp.clip(column, 0, blocks_per_row - 1)[:, None], axis=1)[:, 0]
+    is_place = (position >= 0) & (column < blocks_per_row) & (block > 0) & (block < kv.shape[0])
+    dtype = encodable(new[0].dtype) if stored.format.is_quantized else kv.dtype
+    if nibbles.has_groups(stored):
+        tokens = nibbles.split_tokens(new[0], stored, kv.shape[-1], axis=1)
+    else:
+        tokens = jnp.stack([x for x in new if x is not None], axis=1)
+    return pad(tokens, kv.shape[-1]).astype(dtype), jnp.where(is_place, block, 0)
 
 
 def tile_tokens(most: int, num_heads: int, kv, tables, dtype=None, deterministic: bool = False, groups: int = 1) -> int:

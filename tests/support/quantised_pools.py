@@ -46,7 +46,7 @@ def assert_written(got, wanted):
         np.testing.assert_array_equal(a, b)  # a NaN equals a NaN
 
 
-def check_decode(tpu, kind, case, mode):
+def check_write_and_attention(tpu, kind, case, mode):
     (q, kv, *rest), scale, _ = stored(case, kind)
     k, v = interpreter.new_tokens(case, q)
     nan = np.full_like(k, np.nan)  # what attends before it writes is caught

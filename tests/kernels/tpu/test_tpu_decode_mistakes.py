@@ -203,14 +203,14 @@ CONTROLS = {
         decode_without_a_block,
         SHORT,
         PLAIN,
-        Plant("decode_step", "block > 0", "block >= 0"),
+        Plant("_place_tokens", "block > 0", "block >= 0"),
         Plant("_kernel", "targets[row] > 0", "targets[row] >= 0"),
     ),
     "decode writes beyond the pool": (
         decode_without_a_block,
         SHORT,
         PLAIN,
-        Plant("decode_step", "block < kv.shape[0]", "block < 2 ** 30"),
+        Plant("_place_tokens", "block < kv.shape[0]", "block < 2 ** 30"),
     ),
     "float32 at bfloat16's precision, decode": (
         check_precision,

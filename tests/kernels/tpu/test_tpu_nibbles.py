@@ -10,7 +10,7 @@ from interpreter import PLAIN
 from jax.experimental import pallas as pl
 from nightly import skip_by_day
 from planting import Plant
-from quantised_pools import NIBBLE_WRITES, NIBBLES, check_attention, check_decode, check_write
+from quantised_pools import NIBBLE_WRITES, NIBBLES, check_attention, check_write, check_write_and_attention
 from tpu_mistakes import NOTICED, SOURCES, broken
 
 from pallas_kernels.common.quantization import FORMATS, pack_nibbles, unpack_nibbles
@@ -51,17 +51,17 @@ SMALL_NIBBLES_PREFILL = Case((300, 9), (20, 4), 4, 2, 128, rank=64, packed=True,
 # name: (what to run, on which case, what is planted)
 CONTROLS = {
     "int4: values read as keys": (
-        check_decode,
+        check_write_and_attention,
         SMALL_NIBBLES,
         Plant("widen_half", "(-3, 5) if which == 1 else (1, 9)", "(-3, 5)"),
     ),
     "int4: tokens taken as they lie": (
-        check_decode,
+        check_write_and_attention,
         SMALL_NIBBLES,
         Plant("decode:_attend", "nibbles.place_tokens(place) if by_group else place", "place"),
     ),
     "int4: scales as they lie": (
-        check_decode,
+        check_write_and_attention,
         SMALL_NIBBLES,
         Plant(
             "_order_lanes",
@@ -70,27 +70,27 @@ CONTROLS = {
         ),
     ),
     "int4: the scale of another group": (
-        check_decode,
+        check_write_and_attention,
         SMALL_NIBBLES,
         Plant("spread_lines", "(head + i) * groups + g", "(head + i) * groups"),
     ),
     "int4: the lanes of another group": (
-        check_decode,
+        check_write_and_attention,
         SMALL_NIBBLES,
         Plant("pick_lanes", "(g + 1) * size", "(g + 1) * size + 1"),
     ),
     "int4: scales that nobody sees": (
-        check_decode,
+        check_write_and_attention,
         SMALL_NIBBLES,
         Plant("read_page_scales", "stored.format.hide_bad_scales(lines(0), lines(1))", "(lines(0), lines(1))"),
     ),
     "int4: a new token's keys for its values": (
-        check_decode,
+        check_write_and_attention,
         SMALL_NIBBLES,
         Plant("pack_codes", "((keys & 15) << 4) | (values & 15)", "((values & 15) << 4) | (keys & 15)"),
     ),
     "int4: the first of the scales tried": (
-        check_decode,
+        check_write_and_attention,
         SMALL_NIBBLES,
         Plant("encode_groups", "lost < least", "lost < 0"),
     ),

@@ -186,9 +186,9 @@ CONTROLS = {
         replace(CHUNKS, lengths=(37, 30, 9), new=(20, 1, 1), chunk=16),
         PLAIN,
         Plant(
-            "attend",
-            "decode(alone, stored, tables, jnp.where(single, kv_lens, 0), options, window_mask=window_mask, **own)",
-            "decode(alone, stored, tables, jnp.where(single, kv_lens, 0), options, **own)",
+            "attend_to_new",
+            "decode(alone, stored, tables, limits, options, window_mask=window_mask, **store, **own)",
+            "decode(alone, stored, tables, limits, options, **store, **own)",
         ),
     ),
     "sure of what the last token does not see": (
@@ -225,7 +225,7 @@ CONTROLS = {
         prefill,
         replace(CHUNKS, tree=True),
         PLAIN,
-        Plant("attend", "mask.by_token or not mask.causal", "mask.chunk is not None or not mask.causal"),
+        Plant("attend_to_new", "mask.by_token or not mask.causal", "mask.chunk is not None or not mask.causal"),
     ),
     # First tokens beside a window.
     "the first tokens left out of many": (
@@ -233,7 +233,9 @@ CONTROLS = {
         FIRST_CHUNKS,
         PLAIN,
         Plant(
-            "attend", "WindowMask.from_spec(mask, tables.shape[1] * kv.shape[3])", "WindowMask(mask.window, mask.chunk)"
+            "attend_to_new",
+            "WindowMask.from_spec(mask, tables.shape[1] * kv.shape[3])",
+            "WindowMask(mask.window, mask.chunk)",
         ),
     ),
     "the gap read for many": (

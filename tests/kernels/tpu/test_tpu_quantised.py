@@ -16,8 +16,8 @@ from quantised_pools import (
     NIBBLES_BF16,
     WRITES,
     check_attention,
-    check_decode,
     check_write,
+    check_write_and_attention,
 )
 
 import pallas_kernels
@@ -110,13 +110,19 @@ def in_a_mode(cases, *by_day):
 
 @in_a_mode(DECODE, ("int8", 3), ("float8_e4m3fn", 0))
 def test_decode_with_the_write_fused(kind, case, mode):
-    check_decode(tpu, kind, case, mode)
+    check_write_and_attention(tpu, kind, case, mode)
 
 
 @in_a_mode(MIXED, ("float8_e4m3fn", 0), ("int8", 4))
 def test_mixed(kind, case, mode):
     steps = {"step_tokens": 128} if case.rank == 72 else {}  # the context then fills two steps, taken at once
     check_attention(tpu, kind, case, mode, **steps)
+
+
+@in_a_mode(MIXED, ("int8", 4))
+def test_mixed_with_the_write(kind, case, mode):
+    """A row of one token is written by the kernel that reads it, the others before."""
+    check_write_and_attention(tpu, kind, case, mode)
 
 
 @in_a_mode({"int8": WRITES, "int4": NIBBLE_WRITES}, ("int8", 0), ("int8", 3))

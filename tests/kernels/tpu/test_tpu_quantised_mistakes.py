@@ -4,7 +4,7 @@ import pytest
 from interpreter import PLAIN
 from nightly import NIGHTLY
 from planting import Plant
-from quantised_pools import F32, JOINED, LATENT, WRITES, check_attention, check_decode, check_write
+from quantised_pools import F32, JOINED, LATENT, WRITES, check_attention, check_write, check_write_and_attention
 from tpu_mistakes import NOTICED, SOURCES, broken
 
 from pallas_kernels.testing import Case
@@ -20,7 +20,7 @@ WRITE, _, LATENT_WRITE, JOINED_WRITE = WRITES
 
 
 def check_float_decode(tpu, _, case, mode):
-    check_decode(tpu, "float8_e4m3fn", case, mode)
+    check_write_and_attention(tpu, "float8_e4m3fn", case, mode)
 
 
 def check_float_attention(tpu, _, case, mode):
@@ -30,12 +30,12 @@ def check_float_attention(tpu, _, case, mode):
 # name: (what to run, on which case, what is planted)
 CONTROLS = {
     "scales not awaited": (
-        check_decode,
+        check_write_and_attention,
         SMALL_DECODE,
         Plant("_kernel", "await_pages(buffers, slot, count)", "await_pages(buffers[:1], slot, count)"),
     ),
     "the scale of another token": (
-        check_decode,
+        check_write_and_attention,
         SMALL_DECODE,
         Plant(
             "read_scales",
@@ -44,17 +44,17 @@ CONTROLS = {
         ),
     ),
     "the scale of another head": (
-        check_decode,
+        check_write_and_attention,
         SMALL_DECODE,
         Plant("read_scales", "pl.ds(head, 1)", "pl.ds(0, 1)"),
     ),
     "K's scales for V's": (
-        check_decode,
+        check_write_and_attention,
         SMALL_DECODE,
         Plant("read_scales", "line(1, head)", "line(0, head)"),
     ),
     "scales that nobody sees": (
-        check_decode,
+        check_write_and_attention,
         SMALL_DECODE,
         Plant(
             "read_scales",
@@ -63,7 +63,7 @@ CONTROLS = {
         ),
     ),
     "a new scale in another place": (
-        check_decode,
+        check_write_and_attention,
         SMALL_DECODE,
         Plant("_insert", "inside - top", "(inside if old.ndim == 3 else 0) + inside - top"),
     ),
@@ -107,17 +107,17 @@ CONTROLS = {
         Plant("_kernel", "ends[entry] > first", "ends[entry] > first + 1"),
     ),
     "latent: scales not awaited": (
-        check_decode,
+        check_write_and_attention,
         SMALL_LATENT,
         Plant("_kernel", "await_pages(buffers, slot, count)", "await_pages(buffers[:1], slot, count)"),
     ),
     "latent: the scale of the other part": (
-        check_decode,
+        check_write_and_attention,
         SMALL_LATENT,
         Plant("read_scales", "line(0, 1)", "line(0, 0)"),
     ),
     "latent: the scale of another token": (
-        check_decode,
+        check_write_and_attention,
         SMALL_LATENT,
         Plant(
             "read_scales",
@@ -126,12 +126,12 @@ CONTROLS = {
         ),
     ),
     "latent: values without their scale": (
-        check_decode,
+        check_write_and_attention,
         SMALL_LATENT,
         Plant("_attend", "weights * value_scales", "weights"),
     ),
     "latent: scales that nobody sees": (
-        check_decode,
+        check_write_and_attention,
         SMALL_LATENT,
         Plant(
             "read_scales",
@@ -140,17 +140,17 @@ CONTROLS = {
         ),
     ),
     "latent: values in both products": (
-        check_decode,
+        check_write_and_attention,
         SMALL_LATENT,
         Plant("queries_by_scale", "rank - below", "0"),
     ),
     "latent: the others in both products": (
-        check_decode,
+        check_write_and_attention,
         SMALL_LATENT,
         Plant("queries_by_scale", "values[2] < rank", "values[2] < LANES"),
     ),
     "latent: a new token's scales swapped": (
-        check_decode,
+        check_write_and_attention,
         SMALL_LATENT,
         Plant(
             "_encode",
@@ -188,17 +188,17 @@ CONTROLS = {
         Plant("quantize", "jnp.where(nan, jnp.nan, scale)", "jnp.where(nan, jnp.nan, values)"),
     ),
     "joined: K's scales for V's": (
-        check_decode,
+        check_write_and_attention,
         SMALL_JOINED,
         Plant("read_scales", "line(1, head)", "line(0, head)"),
     ),
     "joined: a new token's scales swapped": (
-        check_decode,
+        check_write_and_attention,
         SMALL_JOINED,
         Plant("quantize", "[others, values]", "[values, others]"),
     ),
     "joined: a new token's scales of another head": (
-        check_decode,
+        check_write_and_attention,
         SMALL_JOINED,
         Plant(
             "_encode",
@@ -207,7 +207,7 @@ CONTROLS = {
         ),
     ),
     "joined: one scale for a new row": (
-        check_decode,
+        check_write_and_attention,
         SMALL_JOINED,
         Plant(
             "quantize",

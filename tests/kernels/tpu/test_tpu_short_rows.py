@@ -81,17 +81,21 @@ CONTROLS = {
     "lengths raised to the queries'": (
         check, CASES["few"], PLAIN,
         Plant(
-            "attend",
+            "attend_to_new",
             "jnp.clip(kv_lens, 0, tables.shape[1] * kv.shape[3])",
             "jnp.clip(kv_lens, query_lens, tables.shape[1] * kv.shape[3])",
         ),
     ),
     "the first queries for those that see": (
-        check, CASES["few"], PLAIN, Plant("attend", "begin + query_lens - seeing", "begin"),
+        check, CASES["few"], PLAIN, Plant("attend_to_new", "begin + query_lens - seeing", "begin"),
     ),
     "a lone query that sees the null block": (
         check, CASES["one query a row"], PLAIN,
-        Plant("decode_step", "jnp.clip(kv_lens - query_lens + 1, 0, capacity)", "position + 1"),
+        Plant(
+            "decode_step",
+            "jnp.clip(kv_lens - query_lens + 1, 0, capacity)",
+            "jnp.clip(kv_lens - query_lens, 0, capacity - 1) + 1",
+        ),
     ),
 }  # fmt: skip
 
