@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import functools
+import inspect
 import logging
 import time
 import uuid
@@ -158,14 +159,24 @@ def make_app(
 
     async def miss(http: Any, error: Any) -> Any:
         message = f"{http.method} {http.url.path[:100]} is not served here, but {paths}."
-        return _refusal(JSONResponse, error.status_code, "not_found_error", message)
+        return _refusal(JSONResponse, 404, "not_found_error", message)
 
-    app = Starlette(routes=routes, exception_handlers={Exception: fail, 404: miss, 405: miss})
+    async def name_methods(http: Any, error: Any) -> Any:
+        allowed = ", ".join(sorted(error.headers["Allow"].split(", ")))
+        message = f"{http.method} is not for {http.url.path[:100]}, but {allowed}."
+        response = _refusal(JSONResponse, 405, "invalid_request_error", message)
+        response.headers["Allow"] = allowed
+        return response
+
+    app = Starlette(routes=routes, exception_handlers={Exception: fail, 404: miss, 405: name_methods})
     app.state.cut = lambda: cancel(list(running))
     if not allowed_origins:
         return app
+    options: dict[str, Any] = {"allow_methods": ("GET", "POST"), "allow_headers": ("*",)}
+    if "allow_private_network" in inspect.signature(CORSMiddleware).parameters:  # else older ones do not look for it
+        options["allow_private_network"] = True
     # Around all else, so that a page is told of failures too.
-    allowing: Any = CORSMiddleware(app, allowed_origins, allow_methods=("GET", "POST"), allow_headers=("*",))
+    allowing: Any = CORSMiddleware(app, allowed_origins, **options)
     allowing.state = app.state
     return allowing
 

@@ -28,6 +28,32 @@ def test_health_and_metrics(served, client):
     assert "jaxkv_tokens_total" in text and 'jaxkv_first_token_seconds{quantile="0.5"}' in text
 
 
+def test_what_is_not_served_is_said(served):
+    for method, path in (("POST", "/v1/embeddings"), ("GET", "/"), ("GET", "/v1/tokenize")):
+        found = httpx.request(method, served[2] + path)
+        assert found.status_code == 404 and found.json()["error"]["type"] == "not_found_error"
+        assert found.json()["error"]["message"].startswith(
+            f"{method} {path} is not served here, but /v1/chat/completions"
+        )
+    for method, path, allowed in (
+        ("GET", "/v1/completions", "POST"), ("OPTIONS", "/tokenize", "POST"), ("POST", "/version", "GET, HEAD"),
+        ("DELETE", "/ping", "GET, HEAD, POST"),
+    ):  # fmt: skip
+        found = httpx.request(method, served[2] + path)
+        assert found.status_code == 405 and found.headers["allow"] == allowed
+        assert found.json()["error"]["message"] == f"{method} is not for {path}, but {allowed}."
+
+
+def test_version_and_ping(served, monkeypatch):
+    assert httpx.get(served[2] + "/version").json() == {"version": jaxkv.__version__}
+    for method in ("GET", "POST"):
+        found = httpx.request(method, served[2] + "/ping")
+        assert (found.status_code, found.text) == (200, "ok")
+    monkeypatch.setattr(type(served[0]), "is_served", False)
+    for path in ("/ping", "/health"):
+        assert httpx.get(served[2] + path).status_code == 503
+
+
 def test_models_say_how_long_a_sequence_is(served, client):
     """As vLLM's, by `max_model_len`; a request that names none gets the only one."""
     (model,) = client.models.list()

@@ -153,9 +153,6 @@ def test_what_is_no_json_is_said_in_our_words(served):
     ):  # fmt: skip
         found = httpx.post(served[2] + "/v1/chat/completions", content=body)
         assert found.status_code == 400 and found.json()["error"]["message"].startswith(says), found.text
-    for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404)):
-        found = httpx.request(method, served[2] + path)
-        assert found.status_code == status and "/v1/chat/completions" in found.json()["error"]["message"]
 
 
 def test_what_is_off_is_taken():

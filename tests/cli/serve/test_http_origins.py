@@ -44,6 +44,9 @@ def test_a_browser_that_asks_before_is_told(allowing):
         assert found.status_code == 200 and found.headers[ALLOWS] == ("*" if is_all else PAGE)
         assert "POST" in found.headers["access-control-allow-methods"]
         assert {"authorization", "x-os"} <= set(found.headers["access-control-allow-headers"].split(","))
+        # Chrome asks so for a server on the machine that it runs on.
+        private = {"Origin": PAGE, "Access-Control-Request-Private-Network": "true", **ASKS}
+        assert httpx.options(url + path, headers=private).status_code == 200
         other = httpx.options(url + path, headers={"Origin": OTHER, **ASKS})
         assert (other.status_code, other.headers.get(ALLOWS)) == ((200, "*") if is_all else (400, None))
 
