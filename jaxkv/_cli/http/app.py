@@ -19,6 +19,7 @@ from jaxkv._cli.http.openai_format import (
     Completion,
     check_context,
     check_count,
+    check_told,
     count_usage,
     read_options,
 )
@@ -85,6 +86,7 @@ def make_app(
                 prompts = await asyncio.to_thread(form.prompts)
             check_context(prompts, body, max_model_len)
             check_count(prompts, options, most_answers)
+            check_told(prompts, options, form.told_per_token)
             for prompt in prompts:
                 requests.append(engine.submit(prompt, tokenizer=text, **{"eos": eos} | options))
                 running.add(requests[-1])

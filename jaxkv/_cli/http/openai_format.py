@@ -13,6 +13,8 @@ MOST_STOPS, LONGEST_STOP = 128, 1024
 # the server compiled before it listened: another number would be a program of its own, for which all others wait.
 MOST_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0  # for -inf, which is no JSON, as vLLM's
+# Log-probabilities of prompts in an answer to several samples or prompts: about 150 MB of JSON.
+MOST_TOLD = 2**21
 MOST_TOKENS = 2**31 - 1  # more than there is room for
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "priority")
@@ -96,6 +98,7 @@ class ChatCompletion:
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
     default_tokens: int | None = None  # as many as there is room for
+    told_per_token = 0  # log-probabilities in each choice, of each token of the prompt
 
     def __init__(self, body: dict[str, Any], text: Any):
         self.body, self.text, self.prompt_logprobs = body, text, PromptLogprobs(body, text)
@@ -177,6 +180,8 @@ class Completion:
         check_types(body, logprobs=int, echo=bool, add_special_tokens=bool)
         _check_count(body, "logprobs")
         self.num_logprobs, self.echo = body.get("logprobs"), bool(body.get("echo"))
+        told = (self.num_logprobs if self.echo else None, self.prompt_logprobs.count)
+        self.told_per_token = sum(count + 1 for count in told if count is not None)
         if self.echo and self.num_logprobs is not None and body.get("stream"):
             raise ValueError("echo with logprobs cannot be streamed: leave one of the three out.")
 
@@ -355,6 +360,17 @@ def check_count(prompts: Sequence[Any], options: dict[str, Any], most: int | Non
     if most is not None and len(prompts) > 1 and count > most:
         raise ValueError(
             f"The request asks for {count} answers, but at most {most} can have a row or wait: send several requests."
+        )
+
+
+def check_told(prompts: Sequence[Any], options: dict[str, Any], told_per_token: int) -> None:
+    """Raises ValueError if several choices have so many log-probabilities of their prompts that memory is in danger."""
+    n = options["n"] if is_integer(options.get("n")) else 1
+    told = n * told_per_token * sum(map(len, prompts))
+    if told > MOST_TOLD and n * len(prompts) > 1:
+        raise ValueError(
+            f"The choices would have {told:,} log-probabilities of their prompts, but a request has at most "
+            f"{MOST_TOLD:,}: send several requests, or score the prompt with n=1 and sample by another request."
         )
 
 

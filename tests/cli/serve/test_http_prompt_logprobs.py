@@ -6,6 +6,7 @@ from dense_logprobs import make_logprobs
 from http_server import ask, httpx
 
 from jaxkv import models
+from jaxkv._cli.http import openai_format
 from jaxkv._cli.http.openai_format import PromptLogprobs
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # sockets that a client leaves
@@ -96,6 +97,24 @@ WRONG = {
 def test_what_cannot_be_told_is_refused_by_a_sentence(served, path, name):
     status, found = post(served, path, prompt="a", messages=CHAT, **WRONG[name])
     assert status == 400 and found["error"]["message"].startswith("prompt_logprobs "), found
+
+
+@pytest.mark.parametrize("wanted", [{"prompt_logprobs": 19}, {"echo": True, "logprobs": 19}, {"prompt_logprobs": 9}])
+def test_no_request_is_told_more_than_memory_holds(served, monkeypatch, wanted):
+    """Each sample is told its whole prompt: of 128 samples of a long one that would be gigabytes."""
+    told = 10 if wanted == {"prompt_logprobs": 9} else 20
+    monkeypatch.setattr(openai_format, "MOST_TOLD", 3 * 10 * told)
+    for prompt, n, status in (
+        ([[5] * 10], 3, 200),
+        ([[5] * 10], 4, 400),
+        ([[5] * 10, [6] * 21], 1, 400),
+        ([[5] * 31], 1, 200),
+    ):
+        found = post(served, "completions", prompt=prompt, n=n, max_tokens=1, **wanted)
+        assert found[0] == status, found
+        assert status == 200 or f"at most {3 * 10 * told:,}" in found[1]["error"]["message"]
+    assert post(served, "completions", prompt=[[5] * 40], n=9, max_tokens=1, logprobs=19)[0] == 200
+    assert post(served, "chat/completions", messages=CHAT, n=40, max_tokens=1, prompt_logprobs=19)[0] == 200
 
 
 def test_infinities_are_no_json():
