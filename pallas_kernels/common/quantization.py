@@ -51,7 +51,7 @@ class StorageFormat:
     (40, 80, 80)
     """
 
-    name: str  # of a dtype of JAX, which configs hold for it
+    name: str
     storage_dtype: np.dtype  # of the pool
     largest: float | None = None  # what the largest number of a group becomes; None: stored as they are, no scales
     group_size: int | None = None  # entries of a head that share a scale; None: all of them
@@ -76,9 +76,13 @@ class StorageFormat:
         return self.name if self.is_quantized else None
 
     @property
-    def declared_dtype(self) -> np.dtype:
-        """The dtype that the format is named after."""
-        return jnp.dtype(self.name)
+    def declared_dtype(self) -> np.dtype | str:
+        """What configs hold as their `dtype`: the dtype of JAX that the format is named after, or its name where JAX has
+        none."""
+        try:
+            return jnp.dtype(self.name)
+        except TypeError:
+            return self.name
 
     @property
     def bytes_per_element(self) -> float:
@@ -364,6 +368,20 @@ def _make_float8(name: str, largest: float, float8: Float8) -> StorageFormat:
     )
 
 
+_INT4 = StorageFormat(
+    "int4",
+    np.dtype("uint8"),
+    LEVELS_ABOVE_0[-1],
+    group_size=32,
+    numbers_per_entry=2,
+    scale_dtype=jnp.dtype("bfloat16"),
+    has_levels=True,
+    rotates=True,  # the small model's loss says so; elsewhere it does not care: see benchmarks/NOTES.md
+    revision=3,  # 1 had even steps, 2 levels that were rounded
+    to_bits=_pack_int4,
+    from_bits=_unpack_int4,
+)
+
 # In order of their bytes. A format that is not quantized is named after its dtype.
 FORMATS = {
     format.name: format
@@ -372,15 +390,10 @@ FORMATS = {
         StorageFormat("int8", np.dtype("int8"), 127.0, to_bits=_round_to_int8),
         _make_float8("float8_e4m3fn", 448.0, Float8(3, 120, 0x7F)),
         _make_float8("float8_e5m2", 57344.0, Float8(2, 112, 0x7C)),
-        StorageFormat(
-            "int4", np.dtype("uint8"), LEVELS_ABOVE_0[-1], group_size=32, numbers_per_entry=2,
-            scale_dtype=jnp.dtype("bfloat16"), has_levels=True,
-            rotates=True,  # the small model's loss says so; elsewhere it does not care: see benchmarks/NOTES.md
-            revision=3,  # 1 had even steps, 2 levels that were rounded
-            to_bits=_pack_int4, from_bits=_unpack_int4,
-        ),
+        _INT4,
+        dataclasses.replace(_INT4, name="int4_g64", group_size=64),
     )
-}  # fmt: skip
+}
 QUANTIZED = tuple(name for name, format in FORMATS.items() if format.is_quantized)
 UNQUANTIZED = StorageFormat("as they are", FLOAT32)  # a pool in any dtype, which the pool itself says
 
