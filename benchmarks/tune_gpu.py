@@ -76,9 +76,9 @@ def use_plan(job: Job, plan: Any) -> contextlib.AbstractContextManager:
     name, arguments, _, _ = job
     planned = getattr(tuning, name)
 
-    def answer(first: int, second: int, itemsize: int = 2) -> Any:
+    def answer(first: int, second: int, itemsize: float = 2, *more: Any) -> Any:
         mine = first == arguments[0] and (second == arguments[1] or name == "prefill_plan") and itemsize == 2
-        return plan if mine else planned(first, second, itemsize)
+        return plan if mine else planned(first, second, itemsize, *more)
 
     return mock.patch.object(tuning, name, answer)
 

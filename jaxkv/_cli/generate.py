@@ -261,9 +261,9 @@ def _check(engine: Any, prompts: list, outputs: list, choice: dict) -> str:
         f"The output DIFFERS{where} from a recomputation without any cache, in {sum(wrong)} of "
         f"{sum(map(len, outputs))} tokens."
     )
-    dtype = engine.config.kind(0).declared_dtype
-    if dtype.itemsize == 2:
-        found += f" Rounding in {dtype} can do that: --dtype float32 compares exactly."
+    stored = engine.config.kind(0)
+    if stored.bytes_per_element == 2:
+        found += f" Rounding in {stored.name} can do that: --dtype float32 compares exactly."
     return found
 
 

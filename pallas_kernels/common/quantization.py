@@ -77,8 +77,7 @@ class StorageFormat:
 
     @property
     def declared_dtype(self) -> np.dtype | str:
-        """What configs hold as their `dtype`: the dtype of JAX that the format is named after, or its name where JAX has
-        none."""
+        """What configs hold as `dtype`: JAX's dtype of the format's name, or the name if JAX has none."""
         try:
             return jnp.dtype(self.name)
         except TypeError:

@@ -54,7 +54,7 @@ def attend(
     num_rows, width = batch.query_lens.shape[0], token_axes[-1]
     shared = num_heads // kv.shape[2]
     if rank is None:
-        split = tuning.split_heads(shared, kernel_head_dim(head_dim), tuning.number_bytes(stored))
+        split = tuning.split_heads(shared, kernel_head_dim(head_dim), stored)
         padded, prefill_rows = split.parts * split.group, _prefill_rows
     else:
         padded, prefill_rows = -(-num_heads // 8) * 8, _prefill_latent  # bulk copies of a token's are of whole tiles
@@ -187,7 +187,7 @@ def _decode_rows(operands: Operands, rows: DecodeRows, place, alone_of: int | No
     used = new_tokens * (q.shape[1] // num_kv_heads)
     if rank is None:
         columns = -(-used // 8) * 8
-        plan = tuning.decode_plan(q.shape[2], columns, tuning.number_bytes(stored))
+        plan = tuning.decode_plan(q.shape[2], columns, tuning.number_bytes(stored), stored.format.group_size)
         split = functools.partial(decode.split, columns=columns)
     else:
         columns, plan = latent.QUERY_ROWS, tuning.latent_plan(q.shape[2])

@@ -55,8 +55,13 @@ def number_bytes(stored: StoredKV) -> float:
     return stored.kv.dtype.itemsize / stored.format.numbers_per_entry
 
 
-def decode_plan(head_dim: int, columns: int, itemsize: float = 2) -> DecodePlan:
-    """The plan for the chip at hand, or for an H200 where there is none. `itemsize`: `number_bytes` of the pool."""
+def decode_plan(head_dim: int, columns: int, itemsize: float = 2, group_size: int | None = None) -> DecodePlan:
+    """The plan for the chip at hand, or for an H200 where there is none.
+
+    Args:
+      itemsize: `number_bytes` of the pool.
+      group_size: entries of a head that share a scale, of the pool's format; None: all of them.
+    """
     here = chip()
     if itemsize == 2 and (plan := TUNED_DECODE.get((here, head_dim, columns))):
         return plan
@@ -66,7 +71,7 @@ def decode_plan(head_dim: int, columns: int, itemsize: float = 2) -> DecodePlan:
     stage = int(2 * tokens * head_dim * itemsize)
     rest = columns * (tokens + head_dim * 2) * 2 + 4096
     if itemsize <= 1:  # scales, and a tile to multiply
-        stage += 2 * tokens * (4 if itemsize == 1 else head_dim // 32 * 2)
+        stage += 2 * tokens * _scale_bytes(head_dim, group_size)
         rest += tokens * head_dim * 2
     # 32 columns take too many registers, or beside an operand 24, or any if that is wide.
     most_columns = 24 if itemsize == 2 else 16 if head_dim <= 128 else 0
@@ -76,6 +81,11 @@ def decode_plan(head_dim: int, columns: int, itemsize: float = 2) -> DecodePlan:
     most = int(1024 // (tokens * itemsize)) // blocks
     stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, most)
     return DecodePlan(Tile(tokens=tokens, stages=stages), num_blocks=blocks * here[1])
+
+
+def _scale_bytes(head_dim: int, group_size: int | None) -> int:
+    """Returns what a token's scales take in shared memory, at most: of groups whole lines of 64 for 32 tokens."""
+    return 4 if group_size is None else -(-head_dim // (2 * group_size)) * 4
 
 
 class Split(NamedTuple):
@@ -90,10 +100,11 @@ class Split(NamedTuple):
         return width * self.group <= self.columns and (width == 1 or not deterministic)
 
 
-def split_heads(group: int, head_dim: int, itemsize: float) -> Split:
+def split_heads(group: int, head_dim: int, stored: StoredKV) -> Split:
     """Returns the parts of a KV head's query heads: none has more than the registers and shared memory of decode have
     room for."""
-    columns = next(n for n in (MOST_COLUMNS, 24, 16, 8) if decode_plan(head_dim, n, itemsize).tile.stages > 0)
+    size = number_bytes(stored), stored.format.group_size
+    columns = next(n for n in (MOST_COLUMNS, 24, 16, 8) if decode_plan(head_dim, n, *size).tile.stages > 0)
     parts = -(-group // columns)
     return Split(parts, -(-group // parts), columns)
 

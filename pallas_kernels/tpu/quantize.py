@@ -20,7 +20,7 @@ from pallas_kernels.common.quantization import StorageFormat
 from pallas_kernels.tpu import nibbles
 from pallas_kernels.tpu.pages import LANES
 
-FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")
+FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "int4_g64")
 
 
 def widen(stored: jax.Array, format: StorageFormat, dtype: Any, which: int) -> jax.Array:

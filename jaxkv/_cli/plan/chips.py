@@ -67,7 +67,7 @@ CHIPS = {
 
 # The formats that each platform's kernels read, and the tokens that their blocks have multiples of. To ask the kernels
 # would import their compilers, which takes longer than all the rest; a test asks them.
-QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")
+QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "int4_g64")
 KERNEL_BLOCKS: dict[str, dict[str, int]] = {
     "gpu": {"bfloat16": 8, "float16": 8} | dict.fromkeys(QUANTIZED, 32),
     "tpu": {"bfloat16": 16, "float32": 8} | dict.fromkeys(QUANTIZED, 128),

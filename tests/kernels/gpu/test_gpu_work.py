@@ -252,10 +252,10 @@ def test_size_of_items_is_near_the_best(wave, part_tiles):
 
 @pytest.mark.parametrize("columns", [8, 16, 32])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("itemsize", [2, 1, 0.5])
-def test_decode_keeps_enough_in_flight(head_dim, columns, itemsize):
+@pytest.mark.parametrize(("itemsize", "group_size"), [(2, None), (1, None), (0.5, 32), (0.5, 64)])
+def test_decode_keeps_enough_in_flight(head_dim, columns, itemsize, group_size):
     """At 4.8 TB/s and a latency of a microsecond a multiprocessor needs 36 KB on their way, besides what is in use."""
-    plan = tuning.decode_plan(head_dim, columns, itemsize)
+    plan = tuning.decode_plan(head_dim, columns, itemsize, group_size)
     slot = 2 * plan.tile.tokens * head_dim * itemsize  # K and V
     assert plan.num_blocks // MULTIPROCESSORS * (plan.tile.stages - 1) * slot >= 64 * 1024
 

@@ -20,13 +20,14 @@ from pallas_kernels.tpu import nibbles
 pytestmark = pytest.mark.timeout(240, method="thread")
 
 
-def test_a_kernel_encodes_four_bits_as_xla_does():
+@pytest.mark.parametrize(("kind", "head_dim"), [("int4", 96), ("int4_g64", 192)])
+def test_a_kernel_encodes_four_bits_as_xla_does(kind, head_dim):
     """Of numbers of all sizes, zeros alone, and a NaN: the same codes under the same scales."""
     rng = np.random.default_rng(0)
-    x = (rng.standard_normal((8, 2, 2, 96)) * 10.0 ** rng.integers(-9, 9, (8, 2, 2, 1))).astype(np.float32)
-    x[0, 0, 0, 32:64], x[1, 1, 1, 5] = 0, np.nan
-    codes, scales = jax.jit(lambda x: nibbles.encode_groups(x, FORMATS["int4"], 3))(x)
-    stored, scale = jax.jit(FORMATS["int4"].encode)(x)
+    x = (rng.standard_normal((8, 2, 2, head_dim)) * 10.0 ** rng.integers(-9, 9, (8, 2, 2, 1))).astype(np.float32)
+    x[0, 0, 0, head_dim // 3 : head_dim // 3 * 2], x[1, 1, 1, 5] = 0, np.nan
+    codes, scales = jax.jit(lambda x: nibbles.encode_groups(x, FORMATS[kind], 3))(x)
+    stored, scale = jax.jit(FORMATS[kind].encode)(x)
     both = nibbles.pack_codes(codes[:, :1], codes[:, 1:]).astype(np.uint8)
     np.testing.assert_array_equal(both, pack_nibbles(stored[:, :1], stored[:, 1:]))
     np.testing.assert_array_equal(np.stack(scales, axis=-1), scale.astype(np.float32))
