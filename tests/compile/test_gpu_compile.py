@@ -91,6 +91,11 @@ if NIGHTLY:
         "96-int4": 128,
         "192-int4": 168,
         "gemma2-2b-int4": 168,
+        "llama3-8b-int4_g64": 128,
+        "llama3.2-1b-int4_g64": 96,
+        "96-int4_g64": 128,
+        "192-int4_g64": 168,
+        "gemma2-2b-int4_g64": 168,
     }
 CUT_QUANTISED = ("gemma2", "96", "192")  # whose contexts are, as of `CUT`
 WIDE_QUANTISED = ["512-int8", "512-float8_e4m3fn", "512-float8_e5m2", "512-window-int8"] * NIGHTLY

@@ -11,6 +11,8 @@ from test_gpu_compile import printed_by, pytestmark as pytestmark
 HEAD_DIMS = (64, 80, 96, 192, 256)
 EACH = ["keys", "values", "float16, keys", "float16, values", "values of 32, float16"] if NIGHTLY else []
 EACH += [f"{what} of {n}" for what in ("keys", "values") for n in HEAD_DIMS] if NIGHTLY else ["keys of 96"]
+EACH += [f"{what} of {n}, groups of 64" for what in ("keys", "values") for n in (64, 96, 128, 192, 256)] * NIGHTLY
+EACH += ["values of 64, float16, groups of 64"] * NIGHTLY
 CONTROLS = (
     "lanes", "warps", "pieces without padding", "the other's scales", "rows", "groups", "halves", "columns of a part",
 )  # fmt: skip

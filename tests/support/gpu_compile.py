@@ -386,13 +386,13 @@ JOBS = {
             AttentionShape(16, 2, 512, num_layers=1), kind=kind, block_size=32, tokens=64
         )
         for kind in gpu.FORMATS
-        if kind != "int4"
+        if find_format(kind).group_size is None
     },
     **{
-        f"{n}-int4": lambda n=n: attention(
-            AttentionShape(10, 2, n, num_layers=1), kind="int4", block_size=32, tokens=64, dtype=jnp.float16
+        f"{n}-{kind}": lambda n=n, kind=kind: attention(
+            AttentionShape(10, 2, n, num_layers=1), kind=kind, block_size=32, tokens=64, dtype=jnp.float16
         )
-        for n in (96, 192)
+        for n, kind in itertools.product((96, 192), ("int4", "int4_g64"))
     },
     "512-window-int8": lambda: attention(
         AttentionShape(16, 2, 512, num_layers=1, window=100), kind="int8", block_size=32, tokens=64, sink_tokens=4

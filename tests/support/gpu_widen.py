@@ -23,18 +23,18 @@ from pallas_kernels.gpu import dequantize, nibbles
 from pallas_kernels.gpu.recurrence import halves
 from pallas_kernels.gpu.tiles import LAYOUT, Tile, store
 
-FORMAT, TOKENS = FORMATS["int4"], 128
+TOKENS = 128
 
 
-def widened(head_dim, which, dtype="bfloat16", piece=32, *, from_registers=False):
+def widened(head_dim, which, dtype="bfloat16", piece=32, *, from_registers=False, kind="int4"):
     """How far the numbers of keys (0) or values (1) are from what they stand for, at most; and which tokens' are NaN.
 
     One scale of a value is infinite: keys of that token and group are NaN.
     """
-    columns = -(-head_dim // 64) * 32
-    groups = nibbles.EntryGroups(FORMAT.group_size, head_dim, piece)
+    columns, format = -(-head_dim // 64) * 32, FORMATS[kind]
+    groups = nibbles.EntryGroups(format.group_size, head_dim, piece)
     slots, (wide, _, scales) = dequantize.slots_and_wide(
-        jnp.uint8, jnp.dtype(dtype), FORMAT, Tile(tokens=TOKENS, stages=1), 2 * columns, groups
+        jnp.uint8, jnp.dtype(dtype), format, Tile(tokens=TOKENS, stages=1), 2 * columns, groups
     )
 
     def kernel(bytes_ref, scale_ref, out_ref, bytes_s, scales_s, wide_s):
@@ -46,13 +46,13 @@ def widened(head_dim, which, dtype="bfloat16", piece=32, *, from_registers=False
         plgpu.commit_smem()
         scaled = nibbles.Scaled(groups, scales_s.at[0], which)
         if not from_registers:
-            dequantize.widen(bytes_s.at[0], wide_s, FORMAT, in_pairs=True, scaled=scaled)
+            dequantize.widen(bytes_s.at[0], wide_s, format, in_pairs=True, scaled=scaled)
             plgpu.commit_smem()
         for token in range(0, TOKENS, 64):
             rows = pl.ds(token, 64)
             if from_registers:
                 part = bytes_s.at[0, rows]
-                x = nibbles.widened(part, wide_s.dtype, FORMAT, scaled, in_pairs=True, token=token)
+                x = nibbles.widened(part, wide_s.dtype, format, scaled, in_pairs=True, token=token)
             else:
                 x = plgpu.load(wide_s.at[rows], layout=LAYOUT)
             store(out_ref.at[rows], x)
@@ -64,19 +64,19 @@ def widened(head_dim, which, dtype="bfloat16", piece=32, *, from_registers=False
     shapes = (TOKENS, columns), (2, TOKENS // piece, groups.line)
     rng = np.random.default_rng(0)
     stored = rng.integers(0, 256, shapes[0], np.uint8)
-    scale = np.asarray(rng.uniform(0.001, 1, (2, TOKENS, groups.count)), FORMAT.scale_dtype)
+    scale = np.asarray(rng.uniform(0.001, 1, (2, TOKENS, groups.count)), format.scale_dtype)
     scale[1, 70, -1] = np.inf
     lines = np.zeros(shapes[1], scale.dtype)
     lines[..., : piece * groups.count] = scale.reshape(2, TOKENS // piece, -1)
     out = np.zeros((TOKENS, 2 * columns), dtype)
-    arrays = gpu_compile.array(shapes[0], jnp.uint8), gpu_compile.array(shapes[1], FORMAT.scale_dtype)
+    arrays = gpu_compile.array(shapes[0], jnp.uint8), gpu_compile.array(shapes[1], format.scale_dtype)
     run_kernel(assembly_of(f, *arrays), 128, [stored, lines, out])
 
     def entries(x):  # without the padding of either half
         return np.asarray(x, np.float32).reshape(TOKENS, 2, columns)[..., : head_dim // 2].reshape(TOKENS, head_dim)
 
-    got, levels = entries(out), entries(FORMAT.from_bits(jnp.asarray(stored)))
-    wanted = levels * np.repeat(scale[which].astype(np.float32), FORMAT.group_size, axis=1)[:, :head_dim]
+    got, levels = entries(out), entries(format.from_bits(jnp.asarray(stored)))
+    wanted = levels * np.repeat(scale[which].astype(np.float32), format.group_size, axis=1)[:, :head_dim]
     known = np.isfinite(wanted) & np.isfinite(got)
     return {
         "off": float(np.abs(got / wanted - 1)[known].max()),
@@ -141,6 +141,13 @@ JOBS = {
     "float16, values": lambda: widened(128, 1, "float16"),
     **{f"keys of {n}": lambda n=n: widened(n, 0, piece=64, from_registers=True) for n in (64, 80, 96, 192, 256)},
     **{f"values of {n}": lambda n=n: widened(n, 1, piece=64) for n in (64, 80, 96, 192, 256)},
+    **{
+        f"{('keys', 'values')[which]} of {n}, groups of 64": lambda n=n, which=which: widened(
+            n, which, kind="int4_g64", from_registers=which == 0
+        )
+        for n, which in itertools.product((64, 96, 128, 192, 256), (0, 1))
+    },
+    "values of 64, float16, groups of 64": lambda: widened(64, 1, "float16", kind="int4_g64"),
     "values of 32, float16": lambda: widened(32, 1, "float16", piece=128),
     "control: lanes": planted("_read_factors", "arith.shrui(thread, constant(2))", "arith.shrui(thread, constant(3))"),
     "control: warps": planted("_read_factors", "constant(48)", "constant(16)"),
