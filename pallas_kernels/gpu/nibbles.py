@@ -5,8 +5,8 @@ numbers: those of the low bits come first and those of the high bits behind them
 queries come in that order. Two bytes that a thread loads together become two registers of two numbers each.
 
 A code goes to the top of a 16-bit float's fraction, for a number from 16 to 32 or from 2 to 4. What that is over the
-code and a half is taken away, and a level is `h (h^2 + 140)`. A scale belongs to 32 entries of a head. No product has
-one for all that it sums, so keys are multiplied by theirs here, as values are.
+code and a half is taken away, and a level is `h (h^2 + 140)`. A scale belongs to 32 or 64 entries of a head.
+No product has one for all that it sums, so keys are multiplied by theirs here, as values are.
 """
 
 import dataclasses

@@ -4,9 +4,9 @@ Words of 32 bits hold four tokens. Two numbers of a word at a time become 16-bit
 mask and an exclusive or, and so the tokens of every 128 come in another order: those of even places, then the others.
 Weights and logits follow that order, and scales are brought into it; nothing is moved for keys and values.
 
-A scale belongs to 32 entries of a head. Queries therefore come once for each such group, 0 in all others, and a weight
-goes once into the sum of each: of a product with the values the group's own lanes are kept. The matrix unit's time goes
-by keys and values, not by queries, so that this costs it nothing.
+A scale belongs to 32 or 64 entries of a head. Queries therefore come once for each such group, 0 in all others, and a
+weight goes once into the sum of each: of a product with the values the group's own lanes are kept. The matrix unit's
+time goes by keys and values, not by queries, so that this costs it nothing.
 """
 
 import functools

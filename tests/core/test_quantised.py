@@ -11,6 +11,7 @@ from steps import on_device
 
 import jaxkv
 from jaxkv.testing import assert_no_copy, permute_blocks, poison
+from pallas_kernels.common.quantization import FORMATS
 
 ROWS, BLOCK = 3, 4
 LAYERS = (
@@ -18,9 +19,9 @@ LAYERS = (
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),
     jaxkv.LayerConfig(num_kv_heads=1, head_dim=36, window=5),
 )
-KINDS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")
+KINDS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "int4_g64")
 # The largest error of a number of normal data.
-ERRORS = {"int8": 0.02, "float8_e4m3fn": 0.2, "float8_e5m2": 0.4, "int4": 0.4}
+ERRORS = {"int8": 0.02, "float8_e4m3fn": 0.2, "float8_e5m2": 0.4, "int4": 0.4, "int4_g64": 0.4}
 
 quickly_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -62,8 +63,7 @@ def test_what_is_gathered(kind):
             assert np.abs(np.asarray(got)[held] - kv[0][held]).max() < ERRORS[kind]
     k, v, k_scale, v_scale = jaxkv.gather(cache, 1, layer=0, raw=True)
     dense, _ = jaxkv.gather(cache, 1, layer=0)
-    width = 8 if kind == "int4" else 16
-    assert k.shape[2] == width and k.dtype == cache.pools[0].kv.dtype and v.shape == k.shape
+    assert k.shape[2] == FORMATS[kind].stored_dim(16) and k.dtype == cache.pools[0].kv.dtype and v.shape == k.shape
     if kind == "int8":
         equal(np.asarray(k, np.float32) * np.asarray(k_scale)[..., None], dense)
     traced = jax.jit(lambda cache: jaxkv.gather(cache, 1, layer=0, raw=True, max_len=6))(cache)
@@ -112,6 +112,36 @@ def test_scales_go_where_the_numbers_go(kind, stacked, tmp_path):
     holds(index.adopt(kept, 2, index.match(list(range(9)))), 2, 0, 8)
     moved = permute_blocks(cache)
     holds(moved, 0, 0, 9)
+
+
+@pytest.mark.parametrize("join_kv", [*[False] * NIGHTLY, True])
+def test_groups_of_64_go_where_the_numbers_go(join_kv, tmp_path):
+    """A prompt in pieces, fork, swap, save and load, send: the same bits under the same two scales of a head."""
+    layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=128, dtype="int4_g64")
+    sizes = dict(max_seqs=ROWS, block_size=BLOCK, num_blocks=30, max_seq_len=40, head_dim_multiple=128)
+    config = jaxkv.CacheConfig(layers=(layer,), **sizes, join_kv=join_kv)
+    kv = np.random.default_rng(0).normal(size=(2, 1, ROWS, 9, 2, 128)).astype(np.float32)
+    add = quickly_compiled(lambda cache, kv, count: jaxkv.append(cache, *kv, [count, 0, 0]))
+    whole, pieces = add(jaxkv.init(config), kv, 9), jaxkv.init(config)
+    for begin, end in ((0, 1), (1, 4), (4, 9)):
+        piece = np.pad(kv[:, :, :, begin:end], [(0, 0)] * 3 + [(0, 9 - end + begin)] + [(0, 0)] * 2)
+        pieces = add(pieces, piece, end - begin)
+    wanted = jaxkv.gather(whole, 0, layer=0, raw=True)
+    assert [x.shape for x in wanted] == [(9, 2, 64)] * 2 + [(9, 2, 2)] * 2
+    jaxkv.save(tmp_path / "rows", whole)
+    forked = jaxkv.fork(whole, 0, 2)
+    back = jaxkv.swap_in(*jaxkv.swap_out(forked, 0)[:1], 0, jaxkv.swap_out(forked, 0)[1])
+    other = config.replace(join_kv=not join_kv, block_size=2, num_blocks=60)
+    found = [(pieces, 0), (forked, 2), (back, 0), (permute_blocks(whole), 0), (jaxkv.load(tmp_path / "rows"), 0)]
+    found += [(jaxkv.load(tmp_path / "rows", other), 0), (jaxkv.send(whole, [0], to=jaxkv.init(other)), 0)]
+    read = whole.read(0, jnp.zeros(9, jnp.int32), jnp.arange(9))
+    for cache, row in found:
+        jaxkv.check_invariants(cache)
+        for got, same in zip(jaxkv.gather(cache, row, layer=0, raw=True), wanted, strict=True):
+            equal(got, same)
+        for got, same in zip(cache.read(0, jnp.full(9, row), jnp.arange(9)), read, strict=True):
+            equal(got, same)
+    assert np.abs(np.asarray(read[0]) - kv[0, 0, 0]).max() < ERRORS["int4_g64"]
 
 
 @quickly_compiled
@@ -178,7 +208,8 @@ def test_capacity_at_equal_bytes():
         ).with_memory(10**9).max_tokens  # fmt: skip
 
     plain = tokens("bfloat16")
-    assert tokens("int8") > 1.93 * plain and tokens("float8_e4m3fn") > 1.93 * plain and tokens("int4") > 3.5 * plain
+    assert tokens("int8") > 1.93 * plain and tokens("float8_e4m3fn") > 1.93 * plain
+    assert tokens("int4") > 3.5 * plain and tokens("int4_g64") > 3.75 * plain
 
 
 def test_layers_of_several_kinds_and_what_is_refused():
@@ -189,7 +220,7 @@ def test_layers_of_several_kinds_and_what_is_refused():
         jaxkv.gather(cache, 0, layer=0, raw=True)
     with pytest.raises(ValueError, match=r"int4 stores two numbers to a byte, .* but layer 0 has 15"):
         make_config("int4", (jaxkv.LayerConfig(num_kv_heads=1, head_dim=15),), head_dim_multiple=1)
-    with pytest.raises(ValueError, match=r"CacheConfig.dtype must be one of bfloat16, .*int4, not int16"):
+    with pytest.raises(ValueError, match=r"CacheConfig.dtype must be one of bfloat16, .*int4, int4_g64, not int16"):
         make_config("int16")
     _, host = jaxkv.swap_out(filled("int8"), 0)
     with pytest.raises(ValueError, match=r"are int8.* with scales float32.*, but the cache's are bfloat16"):

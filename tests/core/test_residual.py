@@ -141,6 +141,7 @@ CASES = {
     "slopes": ((LAYER,), {}, {"alibi": SLOPES}),
     "other widths": ((WIDTHS,), {}, {}),
     "latent": ((LATENT,), {"dtype": "int8"}, {"scale": 0.2}),
+    "groups of 64": ((jaxkv.LayerConfig(num_kv_heads=K, head_dim=128),), {"dtype": "int4_g64"}, {}),
     "deterministic": ((LAYER,), {}, {"deterministic": True}),
     "joined": ((LAYER,), {"head_dim_multiple": 128, "join_kv": True}, {}),
     "the newest alone": ((LAYER,), {"residual_length": 48}, {}),

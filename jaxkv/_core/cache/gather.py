@@ -20,8 +20,8 @@ def gather(cache: Cache, row: Any, *, layer: int, max_len: int | None = None, ra
       layer: the layer's index.
       max_len: number of tokens of the result, 0 past the row's length; required inside `jit`.
       raw: whether to return a quantized layer's `(k, v, k_scale, v_scale)` as stored, rotated if the layer rotates.
-        For a latent layer v and v_scale are None. With `v_head_dim` groups of int4 count from the first value on, so
-        that the last scale of v may be the first of k.
+        For a latent layer v and v_scale are None. With `v_head_dim` groups of four bits count from the first value on,
+        so that the last scale of v may be the first of k.
 
     Returns:
       k, v: `[length, K, D]` each, or `[max_len, K, D]`; 0 for tokens that a layer with a window has freed. For a latent

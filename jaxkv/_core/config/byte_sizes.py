@@ -64,10 +64,10 @@ class ByteSizes(Groups):
 
     def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
         """Returns `[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in
-        int4. With pairs of heads `[num_blocks + 1, 2, K / 2, block_size, 2 D]`; with a head's keys and values in one
-        row `[num_blocks + 1, 1, K, block_size, 2 D]`, 2 D rounded up, or in int4 D rounded up; for a latent layer
-        `[num_blocks + 1, 1, 1, block_size, D]`; with values of another width `[num_blocks + 1, 1, K, block_size, D]`,
-        D being both widths together, rounded up. K is 1 in a layer that evicts by heads."""
+        four bits. With pairs of heads `[num_blocks + 1, 2, K / 2, block_size, 2 D]`; with a head's keys and values in
+        one row `[num_blocks + 1, 1, K, block_size, 2 D]`, 2 D rounded up, or in four bits D rounded up; for a latent
+        layer `[num_blocks + 1, 1, 1, block_size, D]`; with values of another width `[num_blocks + 1, 1, K, block_size,
+        D]`, D being both widths together, rounded up. K is 1 in a layer that evicts by heads."""
         return (self.group_blocks[self.group(layer)] + 1, *self._block_shape(layer))
 
     def stored_heads(self, layer: int) -> tuple[int, int]:
@@ -80,8 +80,8 @@ class ByteSizes(Groups):
         return self._padded(self.layer_config(layer).row_dim)
 
     def scale_shape(self, layer: int) -> tuple[int, ...] | None:
-        """Returns the shape of a quantized layer's scales: `[num_blocks + 1, 2, K, block_size]`; one more axis in int4;
-        for a latent layer `[num_blocks + 1, 1, 1, block_size, 2]`."""
+        """Returns the shape of a quantized layer's scales: `[num_blocks + 1, 2, K, block_size]`; one more axis in
+        four bits; for a latent layer `[num_blocks + 1, 1, 1, block_size, 2]`."""
         block = self._block_scales(layer)
         return None if block is None else (self.group_blocks[self.group(layer)] + 1, *block)
 

@@ -94,7 +94,7 @@ class LayerConfig:
         write, so that `block_bounds` and `jaxkv.scores.quest` can select blocks. Not with `evict="head"`.
       index_dim: entries of one more key of each token, of no head, by which queries choose the tokens that they attend
         to (DeepSeek sparse attention, https://arxiv.org/abs/2512.02556): see `write_index` and `jaxkv.scores.indexer`.
-        Index keys are stored in the layer's format, in int8 if that is int4, with one scale a token. Not with
+        Index keys are stored in the layer's format, in int8 if that has four bits, with one scale a token. Not with
         `evict="head"`.
       states: for a layer that keeps a state instead of keys and values, its arrays; see `recurrent`.
       is_residual: whether the layer holds the newest tokens of a quantized one. `CacheConfig` makes such layers, by its

@@ -115,7 +115,7 @@ class Pool:
     # [N + 1, 2, K, block_size, D]: keys at 0, values at 1; for a latent layer [N + 1, 1, 1, block_size, D]; if packed
     # [N + 1, 2, K / 2, block_size, 2 D] or [N + 1, 1, K, block_size, 2 D]: see `kv_packing`.
     kv: jax.Array
-    # If quantized, [N + 1, 2, K, block_size]; one more axis of ceil(D / 32) in int4, of 2 for latent layers.
+    # If quantized, [N + 1, 2, K, block_size]; one more axis of ceil(D / group) in four bits, of 2 for latent layers.
     scale: jax.Array | None = None
     # For a layer with bounds, [N + 1, 2, K, D]: minimum and maximum entries of each block's keys; wider where tokens
     # were dropped. See `key_bounds`.

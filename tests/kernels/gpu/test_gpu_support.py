@@ -24,15 +24,15 @@ def arguments(
     return dict(q=q, kv=kv, tables=shape((2, 4), jnp.int32), lengths=row, new=row, **others)
 
 
-def four_bits(head_dim, block_size=32, dtype=jnp.bfloat16, **others):
-    scale = jax.ShapeDtypeStruct((9, 2, 2, block_size, -(-head_dim // 32)), dtype)
+def four_bits(head_dim, block_size=32, dtype=jnp.bfloat16, kind="int4", **others):
+    scale = jax.ShapeDtypeStruct((9, 2, 2, block_size, -(-head_dim // FORMATS[kind].group_size)), dtype)
     stored = -(-head_dim // 64) * 32
     return arguments(
         head_dim=head_dim,
         stored=stored,
         pool_dtype=jnp.uint8,
         block_size=block_size,
-        kind="int4",
+        kind=kind,
         kv_scale=scale,
         **others,
     )
@@ -61,6 +61,7 @@ REFUSED = {
     ),
     "multiples of 16 up to 256 in int4, not 320": four_bits(320),
     "multiples of 16 up to 256 in int4, not 72": four_bits(72),
+    "multiples of 16 up to 256 in int4_g64, not 320": four_bits(320, kind="int4_g64"),
     "multiples of 32 tokens in int4, not 16": four_bits(128, block_size=16),
     "scales of bfloat16, not float32; cast them": four_bits(128, dtype=jnp.float32),
     "latent rows of bfloat16 or float16, not of int4; give the cache join_kv=False": latent(
@@ -94,16 +95,17 @@ def test_supported(head_dim, stored):
 
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256])
-def test_four_bits(head_dim, tokens):
+@pytest.mark.parametrize("kind", ["int4", "int4_g64"])
+def test_four_bits(kind, head_dim, tokens):
     """As a cache on a GPU stores them by itself, whose plan says so too."""
-    given = four_bits(head_dim, tokens=tokens)
+    given = four_bits(head_dim, tokens=tokens, kind=kind)
     assert pallas_kernels.explain(platform="cuda", **given).implementation == "gpu"
-    layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=head_dim, dtype="int4")
+    layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=head_dim, dtype=kind)
     sizes = dict(max_seqs=2, max_seq_len=64, num_blocks=8, head_dim_multiple=64)
     pool = jax.eval_shape(lambda: jaxkv.init(jaxkv.CacheConfig(layers=(layer,), **sizes))).pools[0]
     for array, name in ((pool.kv, "kv"), (pool.scale, "kv_scale")):
         assert (array.shape, array.dtype) == (given[name].shape, given[name].dtype)
-    assert reads_groups("gpu", layer, FORMATS["int4"])
+    assert reads_groups("gpu", layer, FORMATS[kind])
 
 
 def test_plans_know_what_four_bits_are_refused():
