@@ -66,8 +66,8 @@ def test_the_first_line_answers_what_was_asked(tmp_path, capsys):
     assert run(published("llama-3.1-8b", tmp_path), *told) == 0
     out = capsys.readouterr().out
     assert out.startswith(
-        "100 rows of 8,192 tokens need 100.0 GiB in bfloat16, 51.6 GiB in int8, 28.1 GiB in int4; beside 15.0 GiB of "
-        "weights an h100 has 53.6 GiB: int8 fits.\n"
+        "100 rows of 8,192 tokens need 100.0 GiB in bfloat16, 51.6 GiB in int8, 28.1 GiB in int4, 26.6 GiB in "
+        "int4_g64; beside 15.0 GiB of weights an h100 has 53.6 GiB: int8 fits.\n"
     )
     # What is suggested holds what it says.
     call = re.search(r"(jaxkv.CacheConfig.from_model\(model, .*\))", out)[1]
@@ -81,7 +81,7 @@ def test_the_first_line_answers_what_was_asked(tmp_path, capsys):
     rows = int(re.search(r"none fits\. In bfloat16 (\d+) rows of 2,048 tokens do\.", out)[1])
     assert f"max_seqs={rows}, " in out
     assert run(tmp_path, *told[:2]) == 0
-    assert re.search(r": it holds 213 in .*, \d+ in int8, \d+ in int4 rows", capsys.readouterr().out)
+    assert re.search(r": it holds 213 in .*, \d+ in int8, \d+ in int4, \d+ in int4_g64 rows", capsys.readouterr().out)
     assert run(tmp_path, "--memory", "80GB") == 0
     assert re.match(
         r"Beside 15\.0 GiB of weights a device has 53\.6 GiB: it holds 213 in bfloat16, ", capsys.readouterr().out

@@ -144,6 +144,24 @@ MISTAKES |= {
         {"wrong"},
         Plant("nibbles:widened", "line[token : token + HALF]", "line[:HALF]"),
     ),
+    "int4_g64: the scale of a group of 32": (
+        QUANTISED_DECODE["int4_g64, ring"],
+        {"wrong"},
+        Plant(
+            "EntryGroups.find_group",
+            "(column + half * self.head_dim // 2) // self.size",
+            "(column + half * self.head_dim // 2) // 32",
+        ),
+    ),
+    "int4_g64: scales of a token as if of 32": (
+        QUANTISED_DECODE["int4_g64, head_dim 256"],
+        {"wrong", "race", "barrier"},
+        Plant(
+            "find_groups",
+            "EntryGroups(size, operands.head_dim, tile.piece(block_size))",
+            "EntryGroups(32, operands.head_dim, tile.piece(block_size))",
+        ),
+    ),
     "int4, prefill: K's scales for V's": (
         QUANTISED_PREFILL["int4, ring"],
         {"wrong"},

@@ -3,6 +3,8 @@
 The kernels over such pools are checked in test_tpu_quantised.py.
 """
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -49,7 +51,9 @@ def test_a_kernel_reads_four_bits():
 
 SMALL_NIBBLES = Case((129, 5), (1, 1), 4, 2, 128, rank=64, **NIBBLES)
 SMALL_NIBBLES_PREFILL = Case((300, 9), (20, 4), 4, 2, 128, rank=64, packed=True, **NIBBLES)
-# name: (what to run, on which case, what is planted)
+TWO_GROUPS = Case((129, 5), (1, 1), 4, 2, 256, rank=128, **NIBBLES)
+TWO_GROUPS_PREFILL = Case((300, 9), (20, 4), 4, 2, 256, rank=128, packed=True, **NIBBLES)
+# name, which begins with a kind: (what to run, on which case, what is planted)
 CONTROLS = {
     "int4: values read as keys": (
         check_write_and_attention,
@@ -115,6 +119,35 @@ CONTROLS = {
         NIBBLE_WRITES[0],
         Plant("write:_kernel", "x[head : head + 1]", "x[:1]"),
     ),
+    "int4_g64: queries by 32 entries": (
+        check_write_and_attention,
+        TWO_GROUPS,
+        Plant("spread_queries", "stored.format.group_size", "32"),
+    ),
+    "int4_g64: lanes by 32 entries": (
+        check_write_and_attention,
+        TWO_GROUPS,
+        Plant(
+            "_per_head",
+            "nibbles.pick_lanes(products, groups, stored.format.group_size)",
+            "nibbles.pick_lanes(products, groups, 32)",
+        ),
+    ),
+    "int4_g64: scales searched by 32 entries": (
+        check_write_and_attention,
+        TWO_GROUPS,
+        Plant("encode_groups", "size = format.group_size", "size = 32"),
+    ),
+    "int4_g64, prefill: scales by 32 entries": (
+        check_attention,
+        TWO_GROUPS_PREFILL,
+        Plant("spread_scales", "stored.format.group_size", "32"),
+    ),
+    "int4_g64, write: scales searched by 32 entries": (
+        check_write,
+        NIBBLE_WRITES[0],
+        Plant("encode_groups", "size = format.group_size", "size = 32"),
+    ),
 }
 
 
@@ -124,7 +157,7 @@ def test_control(control, tmp_path, monkeypatch):
     check, case, *plants = CONTROLS[control]
     tpu = broken(tmp_path, monkeypatch, *plants)  # a mistake that does not fit is not one that is noticed
     with pytest.raises(NOTICED):
-        check(tpu, "int4", case, PLAIN)
+        check(tpu, re.split("[:,]", control)[0], case, PLAIN)
 
 
 def test_every_mistake_can_be_made():
