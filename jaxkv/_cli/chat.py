@@ -91,7 +91,7 @@ class Conversation:
                     print(" ...", end="")
                     return None
         _say(pieces.finish(), answer)
-        if is_cut(output, self.max_new_tokens, self.opened):
+        if is_cut(self.engine, tokens, output, self.max_new_tokens):
             plural, limit = "s" * (len(output) != 1), describe_limit(self.engine, self.opened)
             return f"stopped after {len(output)} token{plural}: {limit}"
         return None

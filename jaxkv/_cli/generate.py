@@ -56,6 +56,7 @@ def generate(arguments: argparse.Namespace) -> int:
         memory_bytes=arguments.memory,
         block_size=arguments.block_size,
         longest=max(map(len, tokens)) + max_new_tokens,
+        seed=arguments.seed,
         cache_dtype=arguments.cache_dtype,
         residual_length=arguments.residual_length,
         evict=_eviction(arguments),
@@ -101,18 +102,26 @@ def _continue(
     prompts, tokens = [prompts[i] for i in kept], [tokens[i] for i in kept]
 
     start = time.perf_counter()
-    stream = engine.stream(tokens, max_new_tokens, eos=opened.eos, **opened.sampling)
+    draw = {name: value for name, value in opened.sampling.items() if name != "seed"}  # the engine has the seed
+    requests = [engine.submit(prompt, max_new_tokens, eos=opened.eos, **draw) for prompt in tokens]
+    indices = {request: index for index, request in enumerate(requests)}
     outputs: list[list[int]] = [[] for _ in tokens]
     times = []
     shown = [f"{prompt}\n" for prompt in prompts] if arguments.chat else prompts
     printer = _Printer([i + 1 for i in kept], shown, [TextStream(opened.text, prompt) for prompt in tokens])
-    for index, token in announce(stream):
+    for request, token in announce(engine.run()):
+        index = indices[request]
+        if token is None:
+            printer.end(index)
+            continue
         times.append(time.perf_counter() - start)
         outputs[index].append(token)
-        room = min(max_new_tokens, engine.config.max_seq_len - len(tokens[index]))
-        printer.add(index, token, token in opened.eos or len(outputs[index]) == room)
+        printer.add(index, token)
     printer.finish()
-    _say_what_is_cut(engine, opened, [i + 1 for i in kept], outputs, max_new_tokens)
+    for request in requests:
+        request.result()  # raises the error of one that could not go on
+    pairs = {i + 1: pair for i, *pair in zip(kept, tokens, outputs, strict=True)}
+    _say_what_is_cut(engine, opened, pairs, max_new_tokens)
     if engine.prefix is not None:
         engine.prefix.flush(engine.cache)
     # A cache that rounds more than the model, or evicts, leads to other tokens.
@@ -130,23 +139,21 @@ def _continue(
     return 1 if problems else 0
 
 
-def _say_what_is_cut(
-    engine: Any, opened: TextModel, numbers: list[int], outputs: list[list[int]], max_new_tokens: int
-) -> None:
-    """Says on stderr which outputs end because the context is full, and not as was asked."""
-    cut = {
-        number: len(output)
-        for number, output in zip(numbers, outputs, strict=True)
-        if is_cut(output, max_new_tokens, opened)
-    }
+def _say_what_is_cut(engine: Any, opened: TextModel, pairs: dict[int, list[list[int]]], max_new_tokens: int) -> None:
+    """Says on stderr which outputs end because the context is full, and not as was asked.
+
+    Args:
+      pairs: a prompt and its output, by the prompt's number.
+    """
+    cut = {number: len(output) for number, (p, output) in pairs.items() if is_cut(engine, p, output, max_new_tokens)}
     if not cut:
         return
     shortest, longest = min(cut.values()), max(cut.values())
     plural = "s" * (longest > 1)
     after = f"{longest} token{plural}" if shortest == longest else f"{shortest} to {longest} tokens"
-    whose = f"prompt {next(iter(cut))} " if len(cut) == 1 else f"{len(cut)} of {len(outputs)} prompts "
+    whose = f"prompt {next(iter(cut))} " if len(cut) == 1 else f"{len(cut)} of {len(pairs)} prompts "
     print(
-        f"jaxkv: {whose if len(outputs) > 1 else ''}stopped after {after}: {describe_limit(engine, opened)}.",
+        f"jaxkv: {whose if len(pairs) > 1 else ''}stopped after {after}: {describe_limit(engine, opened)}.",
         file=sys.stderr,
     )
 
@@ -192,26 +199,23 @@ class _Printer:
         self.bar: Any = _progress_bar() if len(prompts) >= self.PROGRESS_FROM else None
         self._print()
 
-    def add(self, index: int, token: int, is_last: bool) -> None:
+    def add(self, index: int, token: int) -> None:
         self.unprinted[index] += self.streams[index].add(token)
-        if is_last:
-            self._end(index)
         self._print()
         if self.bar is not None:
             self.bar.update()
+
+    def end(self, index: int) -> None:
+        """Ends a prompt's block, so that the next one can be printed."""
+        self.is_done[index] = True
+        self.unprinted[index] += f"{self.streams[index].finish()}\n"
+        self._print()
 
     def finish(self) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-        for index in range(len(self.streams)):
-            if not self.is_done[index]:
-                self._end(index)
         self._print()
-
-    def _end(self, index: int) -> None:
-        self.is_done[index] = True
-        self.unprinted[index] += f"{self.streams[index].finish()}\n"
 
     def _print(self) -> None:
         while self.bar is None and self.current < len(self.streams):  # beside a bar the text is printed at the end

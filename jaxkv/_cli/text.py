@@ -147,9 +147,11 @@ def prefix_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"prefix_cache": True, "spill_bytes": int(most), "disk": arguments.prefix_disk, "disk_bytes": most}
 
 
-def is_cut(output: Sequence[int], max_new_tokens: int, opened: TextModel) -> bool:
-    """Tells whether an output ends because the context is full, and not as was asked."""
-    return 0 < len(output) < max_new_tokens and output[-1] not in opened.eos
+def is_cut(engine: Any, prompt: Sequence[int], output: Sequence[int], max_new_tokens: int) -> bool:
+    """Tells whether an output ends because the context is full, and not as was asked. An end token is not part of it,
+    so its last token does not tell."""
+    is_full = len(prompt) + len(output) >= engine.config.max_seq_len and not engine.config.is_endless
+    return is_full and 0 < len(output) < max_new_tokens
 
 
 def describe_limit(engine: Any, opened: TextModel) -> str:

@@ -125,7 +125,7 @@ def test_generate_asks_a_model_made_for_chats(folder, capsys):
 
 
 def test_an_answer_of_nothing_names_the_option(folder, monkeypatch, capsys):
-    monkeypatch.setattr(jaxkv.Engine, "stream", lambda *args, **options: iter(()))
+    monkeypatch.setattr(jaxkv.Engine, "run", lambda self: iter(()))
     command = ["generate", "--model", str(folder), "--prompt", "What is the capital of France?", "--no-check"]
     assert main(command) == 0
     assert "so give --chat" in capsys.readouterr().err

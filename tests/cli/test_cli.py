@@ -12,7 +12,7 @@ import pytest
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._cli.generate import _tokens_per_second
+from jaxkv._cli.generate import _Printer, _tokens_per_second
 from jaxkv._cli.main import main
 from jaxkv._cli.text import ByteTokenizer, TextStream
 from jaxkv._cli.units import parse_bytes
@@ -255,6 +255,23 @@ def test_a_full_context_is_said(capsys):
     assert capsys.readouterr().err.startswith("jaxkv: prompt 1 stopped after 7 tokens: ")
     assert main([*FULL, "--prompt", "a" * 250, "--max-new-tokens", "6"]) == 0
     assert not capsys.readouterr().err, "as many as asked for"
+
+
+def test_an_answer_that_ends_by_itself_is_not_cut(tmp_path, monkeypatch, capsys):
+    """By an end token, here a bracket. Its block then is printed, and not only when all others have ended."""
+    for file in SMALL.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((SMALL / "config.json").read_text()) | {"eos_token_id": ord("]")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    events = []
+    for name in ("add", "end"):
+        own = getattr(_Printer, name)
+        monkeypatch.setattr(_Printer, name, lambda *x, n=name, own=own: (events.append((n, x[1])), own(*x))[1])
+    command = [*FULL, "--model", str(tmp_path), "--max-new-tokens", "20"]
+    assert main([*command, "--prompt", "x = [" * 9, "--prompt", "import "]) == 0
+    out, err = capsys.readouterr()
+    assert not err and out.startswith(f"1> {'x = [' * 9}x - 1\n2> import "), (out, err)
+    assert events[events.index(("end", 0)) :].count(("add", 1)) > 3, "its block ends while the other one grows"
 
 
 @pytest.mark.parametrize(("dtype", "hint"), [("float16", True), ("float32", False)])
