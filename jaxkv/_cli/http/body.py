@@ -38,7 +38,7 @@ async def receive(http: Any, most: int, names: Sequence[str]) -> dict[str, Any]:
         raise Refused(
             404,
             "not_found_error",
-            f"There is no model {str(wanted)[:100]!r} here, but {' and '.join(names)}: give that as model, leave it "
+            f"There is no model {show(wanted)} here, but {' and '.join(names)}: give that as model, leave it "
             "out, or start the server with --served-model-name.",
         )
     return body
@@ -65,6 +65,12 @@ def read_json(given: bytes) -> Any:
         raise ValueError("The body is nested too deeply: send fewer brackets.") from None
     except ValueError as error:
         raise ValueError(f"The body is no JSON: {error}.") from None
+
+
+def show(value: Any) -> str:
+    """Returns what a body says as it fits into a sentence."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:80]}… ({len(text)} characters)"
 
 
 def write_json(value: Any) -> str:

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxkv._cli.http.body import show
+
 MOST_CHOICES = 128  # samples of a request, as OpenAI's: each is built from its prompt in the server's one thread
 # Stop sequences, and characters of one: the thread that takes the steps looks for each in the text of every token.
 MOST_STOPS, LONGEST_STOP = 128, 1024
@@ -45,6 +47,8 @@ OFF: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # Fields that are on where they are given, whatever their value.
 ON = ("skip_special_tokens", "web_search_options", "json_schema", "audio")
+TYPE_NAMES = {bool: "true or false", int: "a whole number", str: "a text", list: "a list", dict: "an object",
+              str | list: "a text or a list"}  # fmt: skip
 CHAT_TYPES = {
     "logprobs": bool, "top_logprobs": int, "chat_template_kwargs": dict, "add_generation_prompt": bool,
     "reasoning_effort": str,
@@ -305,7 +309,7 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
     if given.get("top_k") == -1:
         given["top_k"] = 0  # all, as vLLM says it
     if isinstance(given.get("n"), int) and given["n"] > MOST_CHOICES:
-        raise ValueError(f"n must be at most {MOST_CHOICES}, not {given['n']}: send several requests.")
+        raise ValueError(f"n must be at most {MOST_CHOICES}, not {show(given['n'])}: send several requests.")
     options = defaults | {field: given[field] for field in SAMPLING if field in given}
     options |= {own: given[field] for field, own in RENAMED.items() if field in given}
     options |= {"eos": ()} if given.get("ignore_eos") else {}
@@ -314,7 +318,7 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
     field, count = find_limit(body)
     count = most if count is None else count
     if not is_integer(count) or count < 0:
-        raise ValueError(f"{field} must be a whole number of tokens, not {count!r}.")
+        raise ValueError(f"{field} must be a whole number of tokens, not {show(count)}.")
     is_scored = "prompt_logprobs" in given or (given.get("echo") and "logprobs" in given)
     if count == 0 and not is_scored:
         raise ValueError(
@@ -398,13 +402,13 @@ def _read_message(message: Any, number: int) -> Any:
         return message
     if not isinstance(content, list):
         raise ValueError(
-            f"messages[{number}].content must be a text, or a list of parts that are texts, not {str(content)[:100]}."
+            f"messages[{number}].content must be a text, or a list of parts that are texts, not {show(content)}."
         )
     for item in content:
         if not isinstance(item, dict) or item.get("type") != "text" or not isinstance(item.get("text"), str):
             raise ValueError(
                 'The parts of a content must be texts on this server, {"type": "text", "text": "..."}, not '
-                f"{str(item)[:100]}."
+                f"{show(item)}."
             )
     return message | {"content": "\n".join(item["text"] for item in content)}
 
@@ -413,12 +417,12 @@ def check_types(body: dict[str, Any], **kinds: Any) -> None:
     for field, kind in kinds.items():
         value = body.get(field)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-            raise ValueError(f"{field} has a value of the wrong type: {value!r}.")
+            raise ValueError(f"{field} must be {TYPE_NAMES[kind]}, not {show(value)}.")
 
 
 def _check_count(body: dict[str, Any], field: str) -> None:
     if not 0 <= (body.get(field) or 0) <= MOST_LOGPROBS:
-        raise ValueError(f"{field} must be from 0 to {MOST_LOGPROBS}, not {body[field]}.")
+        raise ValueError(f"{field} must be from 0 to {MOST_LOGPROBS}, not {show(body[field])}.")
 
 
 def is_integer(value: Any) -> bool:

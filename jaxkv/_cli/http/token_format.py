@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxkv._cli.http.body import show
 from jaxkv._cli.http.openai_format import TEMPLATE_FIELDS, ChatCompletion, check_types, is_integer, refuse_fields
 
 
@@ -22,7 +23,7 @@ def tokenize(body: dict[str, Any], text: Any, max_model_len: int) -> dict[str, A
     elif isinstance(prompt, str):
         tokens = text.encode(prompt, special=body.get("add_special_tokens") is not False)
     else:
-        raise ValueError(f"prompt must be a text, not {str(prompt)[:100]}: send several requests for several texts.")
+        raise ValueError(f"prompt must be a text, not {show(prompt)}: send several requests for several texts.")
     strings = [text.token_string(token) for token in tokens] if body.get("return_token_strs") else None
     return {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": strings}
 
@@ -38,5 +39,5 @@ def detokenize(body: dict[str, Any], text: Any, vocab_size: int) -> dict[str, An
         raise ValueError("tokens must be a list of tokens, whole numbers.")
     for token in tokens:
         if not is_integer(token) or not 0 <= token < vocab_size:
-            raise ValueError(f"tokens must be whole numbers from 0 to {vocab_size - 1}, not {str(token)[:100]}.")
+            raise ValueError(f"tokens must be whole numbers from 0 to {vocab_size - 1}, not {show(token)}.")
     return {"prompt": text.decode(tokens, special=True)}

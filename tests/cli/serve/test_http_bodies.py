@@ -51,6 +51,38 @@ def test_a_wrong_request_is_answered_by_a_sentence(served, name):
     assert served[0].is_served and served[0].num_waiting == 0
 
 
+TYPES = {
+    "chat/completions": {
+        "logprobs": "true or false", "top_logprobs": "a whole number", "chat_template_kwargs": "an object",
+        "add_generation_prompt": "true or false", "reasoning_effort": "a text", "stream": "true or false",
+        "stream_options": "an object", "n": None, "max_tokens": "a whole number", "messages": None, "temperature": None,
+        "cache_salt": "a text", "prompt_logprobs": "a whole number",
+    },
+    "completions": {
+        "logprobs": "a whole number", "echo": "true or false", "ignore_eos": "true or false", "stop_token_ids": None,
+        "include_stop_str_in_output": "true or false", "seed": None, "top_k": None, "best_of": None, "prompt": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", TYPES)
+def test_a_value_of_another_type_is_not_said_at_length(served, path):
+    """It is named, with what is expected, but not given back whole."""
+    for field, kind in TYPES[path].items():
+        for value in ([{"a": "\ud800"}] * 1000, "\ud800" * 1000, 10**4000):
+            said = {"prompt": "a", "messages": [{"role": "user", "content": "?"}], "max_tokens": 3, field: value}
+            found = httpx.post(f"{served[2]}/v1/{path}", content=json.dumps(said))
+            if found.status_code == 200:  # a text, or a number of 64 bits
+                assert field in ("cache_salt", "seed", "top_k", "reasoning_effort", "prompt"), field
+                continue
+            message = found.json()["error"]["message"]
+            assert found.status_code == 400 and len(message) < 400, (field, message)
+            wanted = kind is None or isinstance(value, int)
+            assert wanted or (message.startswith(field) and kind in message), message
+    found = httpx.post(f"{served[2]}/v1/{path}", content=json.dumps({"model": ["\ud800" * 1000]}))
+    assert found.status_code == 404 and len(found.json()["error"]["message"]) < 400
+
+
 def test_parts_of_text_are_one_text(client, expected):
     first, second = QUESTIONS[0][:10], QUESTIONS[0][10:]
     parts = [{"type": "text", "text": text} for text in (first, second)]

@@ -80,13 +80,14 @@ WRONG_TOKENS = {
     "a list of lists": {"tokens": [[1, 2]]}, "half a token": {"tokens": [1.5]}, "a whole float": {"tokens": [1.0]},
     "true": {"tokens": [True]}, "null among them": {"tokens": [1, None]}, "text among them": {"tokens": ["1"]},
     "a negative one": {"tokens": [-1]}, "one beyond the vocabulary": {"tokens": [260]},
-    "a huge one": {"tokens": [2**70]}, "a book": {"tokens": ["x" * 10_000]}, "an object": {"tokens": {"0": 1}},
+    "a huge one": {"tokens": [2**70]}, "half a character": {"tokens": ["\ud800"]},
+    "a book": {"tokens": ["x" * 10_000]}, "an object": {"tokens": {"0": 1}},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG_TOKENS)
 def test_wrong_tokens_are_answered_by_a_sentence(served, name):
-    found = post(served, "/detokenize", **WRONG_TOKENS[name])
+    found = httpx.post(served[2] + "/detokenize", content=json.dumps(WRONG_TOKENS[name]))
     assert found.status_code == 400 and found.json()["error"]["message"].startswith("tokens must be"), found.text
     assert len(found.json()["error"]["message"]) < 400
 
