@@ -44,7 +44,7 @@ class Case:
     tree: bool = False  # of the new tokens
     spans: bool = False
     rank: int | None = None  # latent rows, whose first `rank` numbers are the values; give `scale` too
-    joined: bool = False  # quantised rows of `rank` values have scales for the keys behind them, too
+    joined: bool = False  # quantized rows of `rank` values have scales for the keys behind them, too
     stored_head_dim: int | None = None  # the pool's minor dimension, when it is padded
     max_blocks: int | None = None  # table width; default: just enough
 

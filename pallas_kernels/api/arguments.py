@@ -53,8 +53,7 @@ def check_format(stored: StoredKV, head_dim: int) -> None:
     if not format.is_quantized:
         if stored.kv.dtype == jnp.uint8:
             raise ValueError(
-                "kv holds bytes, which stand for numbers of a quantised kind, and kind says of none: name it, one of "
-                f"{', '.join(QUANTIZED)}."
+                f"kv holds bytes, of a quantized format, but kind names none: give one of {', '.join(QUANTIZED)}."
             )
         return
     if stored.kv.dtype != format.storage_dtype:

@@ -76,9 +76,9 @@ def paged_attention(
       lengths: `i32[S]`, tokens of each row, this step's included.
       new: `i32[S]`, how many of them are this step's.
       offsets: `i32[S]`, non-decreasing, where each row's packed tokens start; default: `cumsum(new) - new`.
-      kv_scale: `[num_blocks + 1, 2, K, block_size]`, what the stored values are multiplied by (quantised pools); for
+      kv_scale: `[num_blocks + 1, 2, K, block_size]`, what the stored values are multiplied by (quantized pools); for
         "int4" with one more axis of `ceil(D / 32)`, for "int4_g64" of `ceil(D / 64)`.
-      kind: how a quantised pool stores its numbers: "int8", "float8_e4m3fn", "float8_e5m2", "int4" or
+      kind: how a quantized pool stores its numbers: "int8", "float8_e4m3fn", "float8_e5m2", "int4" or
         "int4_g64"; see `pallas_kernels.common.quantization`. None: as they are.
       rank: the pool is one of latent rows, `[num_blocks + 1, 1, K, block_size, D']`, of which the first `rank` numbers
         are the values too; then `scale` must be given, and the output is `[..., H, rank]`. Its `kv_scale` is

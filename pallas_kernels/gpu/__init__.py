@@ -2,7 +2,7 @@
 
 `step` prepares a step and calls the kernels: `decode` for rows with one new token, `prefill` for the others, `latent`
 for both over latent rows. They take their work from lists built on the device (`work_items`) and their tile sizes from
-`tuning`, and share `tiles`; `dequantize` reads quantised pools for them, with `nibbles` those of four bits; `support`
+`tuning`, and share `tiles`; `dequantize` reads quantized pools for them, with `nibbles` those of four bits; `support`
 refuses what they cannot do. The write of the cache is XLA's in-place scatter.
 Rows that were chosen one by one XLA brings together for them. `mixers` has the layers that keep a state, whose kernels
 are in `recurrence`.

@@ -1,4 +1,4 @@
-"""What the kernels do with quantised pools: tiles of 8 bits widened in shared memory, and their scales.
+"""What the kernels do with quantized pools: tiles of 8 bits widened in shared memory, and their scales.
 
 A tile comes as it is stored, half the bytes, and becomes the matrix unit's 16-bit operand by way of registers. Beside
 keys of 8 bits the matrix unit would want queries of 8 bits, and those would lose as much again as the keys have. Scales

@@ -172,7 +172,7 @@ def fetch(
     Places before `first_seen`, first tokens aside, and from `length` on are not fetched: another piece that is seen is
     fetched in their stead, so that every slot gets the same number of copies. Table entries are clamped into the pool.
 
-    `scales`: those of a quantised pool, `[num_blocks + 1, 2, K, block_size]`, and their ring, `[stages, 2, tokens]`:
+    `scales`: those of a quantized pool, `[num_blocks + 1, 2, K, block_size]`, and their ring, `[stages, 2, tokens]`:
     they come with the keys. With `groups`, `nibbles.EntryGroups`, `block_size * G`, and `[stages, 2, pieces, line]`.
     """
     row, head, start, num_tiles, first_seen, length = walk

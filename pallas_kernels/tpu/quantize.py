@@ -1,4 +1,4 @@
-"""What the kernels do with quantised pools: numbers of 8 bits into the matrix unit's own, and their scales.
+"""What the kernels do with quantized pools: numbers of 8 bits into the matrix unit's own, and their scales.
 
 A block's scales, `[2, K, block_size]` of float32, lie along lanes. A key's is applied to its logits and a value's to
 its weights, for those are fewer than the entries of a head, and the products stay exact. A latent row has two scales,
@@ -50,7 +50,7 @@ def _clear_not_finite(stored: jax.Array, format: StorageFormat) -> jax.Array:
 
 
 def encodable(dtype: Any) -> Any:
-    """In what new keys and values are handed to a kernel, which quantises them."""
+    """In what new keys and values are handed to a kernel, which quantizes them."""
     return jnp.dtype(dtype if dtype == jnp.bfloat16 else jnp.float32)
 
 

@@ -89,11 +89,11 @@ def slots(kv, page_size: int, group_size: int | None = None) -> int:
 def _slot_bytes(kv, page_size: int, group_size: int | None) -> int:
     """Returns the vector memory of new tokens, and of the page before and after."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
-    quantised = kv.dtype.itemsize == 1
+    quantized = kv.dtype.itemsize == 1
     lines = num_kv_heads * (1 if group_size is None else max(1, head_dim // group_size))
     sources = (parts if group_size is None else 2, page_size, num_kv_heads, head_dim)
-    fresh = vector_bytes(sources, jnp.float32 if quantised else kv.dtype)
-    scales = 2 * vector_bytes((2, lines, page_size), jnp.float32) if quantised else 0
+    fresh = vector_bytes(sources, jnp.float32 if quantized else kv.dtype)
+    scales = 2 * vector_bytes((2, lines, page_size), jnp.float32) if quantized else 0
     return fresh + 2 * vector_bytes((parts, num_kv_heads, page_size, head_dim), kv.dtype) + scales
 
 

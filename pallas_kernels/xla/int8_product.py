@@ -1,4 +1,4 @@
-"""Products with bytes as they lie, on a CPU: nothing of what is read from a quantised pool is widened.
+"""Products with bytes as they lie, on a CPU: nothing of what is read from a quantized pool is widened.
 
 The other side becomes digits of base 128, two for numbers of 16 bits and three for float32: each row is counted in
 units of a 16,256th, or a 2,080,768th, of its largest number.

@@ -216,10 +216,12 @@ def test_layers_of_several_kinds_and_what_is_refused():
     layers = (LAYERS[0], jaxkv.LayerConfig(num_kv_heads=2, head_dim=16, dtype="int4"))
     cache = jaxkv.init(make_config("bfloat16", layers))
     assert [x.dtype.name for x in jax.tree.leaves(cache.pools)] == ["bfloat16", "uint8", "bfloat16"]
-    with pytest.raises(ValueError, match="raw=True is for quantised layers, and layer 0 is stored in bfloat16"):
+    with pytest.raises(ValueError, match="raw=True is for quantized layers, and layer 0 is stored in bfloat16"):
         jaxkv.gather(cache, 0, layer=0, raw=True)
     with pytest.raises(ValueError, match=r"int4 stores two numbers to a byte, .* but layer 0 has 15"):
         make_config("int4", (jaxkv.LayerConfig(num_kv_heads=1, head_dim=15),), head_dim_multiple=1)
+    with pytest.raises(ValueError, match=r"one of bfloat16, .*, not fp8: did you mean float8_e4m3fn\?$"):
+        jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64, dtype="fp8")
     with pytest.raises(ValueError, match=r"CacheConfig.dtype must be one of bfloat16, .*int4, int4_g64, not int16"):
         make_config("int16")
     _, host = jaxkv.swap_out(filled("int8"), 0)

@@ -202,7 +202,7 @@ def test_what_is_quantised_elsewhere_is_refused_in_one_short_sentence(tmp_path):
     folder = copy_of_llama(tmp_path)
     path = folder / "hf_quant_config.json"
     path.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["x" * 1000]}}))
-    with pytest.raises(ValueError, match=r"quantised as 'NVFP4' by hf_quant_config.json") as caught:
+    with pytest.raises(ValueError, match=r"quantized as 'NVFP4' by hf_quant_config.json") as caught:
         models.load(folder)
     assert len(str(caught.value)) < 300
     path.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))

@@ -41,7 +41,7 @@ def block_bounds(
     blocks that it wrote, the last ones of each row.
 
     Args:
-      layer: its keys are read as attention sees them, quantised ones too.
+      layer: its keys are read as attention sees them, quantized ones too.
       bounds: those of the same rows before this step. After any other change of a row (`free`, `truncate`, `fork`,
         `swap_in`), compute all of them again.
       last: with `bounds`, the number of last blocks of each row to read: `-(-T // block_size) + 1` for T new tokens;

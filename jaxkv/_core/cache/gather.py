@@ -55,7 +55,7 @@ def gather(cache: Cache, row: Any, *, layer: int, max_len: int | None = None, ra
         return cache.read(layer, row, position)
     kind = cache.config.kind(layer)
     if not kind.is_quantized:
-        raise ValueError(f"raw=True is for quantised layers, and layer {layer} is stored in {kind.name}.")
+        raise ValueError(f"raw=True is for quantized layers, and layer {layer} is stored in {kind.name}.")
     block, offset = cache.slots(row, position, layer=layer)
     pool, out = cache.pool(layer), head_spec(block.ndim)
     values = None if cache.config.layer_config(layer).rank is not None else out

@@ -15,6 +15,11 @@ from pallas_kernels.common.quantization import FORMATS, StorageFormat
 
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 OPTIONAL_SIZES = ("window", "rank", "chunk", "sink_tokens", "v_head_dim", "index_dim")
+# What vLLM, TensorRT-LLM and PyTorch call these formats.
+ELSEWHERE = {
+    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+    "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "float": "float32", "i8": "int8",
+}  # fmt: skip
 
 
 class StateArray(NamedTuple):
@@ -62,7 +67,8 @@ def kind_of(dtype: Any, field: str) -> StorageFormat:
         name = dtype
     if not isinstance(name, str) or name not in FORMATS:
         given = dtype if isinstance(dtype, str) else show(dtype)
-        raise ValueError(f"{field} must be one of {', '.join(FORMATS)}, not {given}.")
+        meant = f": did you mean {ELSEWHERE[given]}?" if given in ELSEWHERE else "."
+        raise ValueError(f"{field} must be one of {', '.join(FORMATS)}, not {given}{meant}")
     return FORMATS[name]
 
 

@@ -70,7 +70,7 @@ class FolderCheckpoint:
     def find_refused_quantization(self) -> str:
         stated = self._read_stated()
         if stated and not config_reader.is_read(stated):
-            return str(stated.get("quant_method") or stated.get("quant_algo") or "quantised weights")[:40]
+            return str(stated.get("quant_method") or stated.get("quant_algo") or "quantized weights")[:40]
         return str(self._read_quant_config() or "")[:40]
 
     def find_loaded_quantization(self) -> str:
@@ -86,7 +86,7 @@ class FolderCheckpoint:
         """Refuses a folder that states a quantization in hf_quant_config.json: no format stated there is supported."""
         if (kind := self._read_quant_config()) is not None:
             raise ValueError(
-                f"{self.path} is quantised as {show(kind)} by hf_quant_config.json, which is not read: {GIVE_OTHERS}."
+                f"{self.path} is quantized as {show(kind)} by hf_quant_config.json, which is not read: {GIVE_OTHERS}."
             )
 
     def _read_quant_config(self) -> Any:
