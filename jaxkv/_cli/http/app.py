@@ -30,6 +30,7 @@ logger = logging.getLogger("jaxkv.serve")
 # The limit of a body's bytes: so many, and so many more for each token of max_seq_len. A tokenizer takes a second for
 # each mebibyte of text.
 LEAST_LIMIT, MOST_PER_TOKEN = 1 << 20, 64
+LONG_BODY = 1 << 16
 
 
 def make_app(
@@ -56,7 +57,7 @@ def make_app(
     from starlette.routing import Route
 
     defaults = {key: value for key, value in (sampling or {}).items() if key != "seed"}
-    # Of each kind of texts one is read at a time: there are few threads for them.
+    # Of each kind of texts one is read at a time, and one long one beside it: there are few threads for them.
     turns: dict[Any, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
     max_model_len = engine.config.max_seq_len
     most_tokens = max_new_tokens or max_model_len
@@ -72,18 +73,25 @@ def make_app(
             return _refusal(JSONResponse, 400, "invalid_request_error", str(error))
         if isinstance(error, jaxkv.EngineFull):
             return _refusal(JSONResponse, 429, "rate_limit_error", str(error))
-        if isinstance(error, ClientDisconnect):  # in the middle of its body
+        if isinstance(error, ClientDisconnect):  # in the middle of its body, or before its turn
             return PlainTextResponse("The client has gone.", 499)
         return None
+
+    async def take_turn(kind: Any, size: int, http: Any, work: Any) -> Any:
+        """Returns what work does in a thread with the texts of a body, unless its client has gone before its turn."""
+        await http.is_disconnected()  # uvicorn pauses behind a long body: it reads on, and hears of it by the next call
+        async with turns[kind, size > LONG_BODY]:
+            if await http.is_disconnected():
+                raise ClientDisconnect
+            return await asyncio.to_thread(work)
 
     async def complete(kind: Any, http: Any) -> Any:
         requests: list[Any] = []
         try:
-            body = await receive(http, most, names)
+            body, size = await receive(http, most, names)
             form = kind(body, text)
             options = read_options(body, defaults, form.default_tokens or most_tokens) | form.options()
-            async with turns[kind]:
-                prompts = await asyncio.to_thread(form.prompts)
+            prompts = await take_turn(kind, size, http, form.prompts)
             check_context(prompts, body, max_model_len)
             check_count(prompts, options, most_answers)
             check_told(prompts, options, form.told_per_token)
@@ -118,9 +126,8 @@ def make_app(
     async def convert(read: Any, number: int, http: Any) -> Any:
         """Answers by what a function reads of a text or of tokens, in a thread: a mebibyte takes a second."""
         try:
-            body = await receive(http, most, names)
-            async with turns[read]:
-                answer = await asyncio.to_thread(lambda: write_json(read(body, text, number)))
+            body, size = await receive(http, most, names)
+            answer = await take_turn(read, size, http, lambda: write_json(read(body, text, number)))
         except Exception as error:
             if (refusal := refuse(error)) is None:
                 raise

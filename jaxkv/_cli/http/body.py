@@ -15,8 +15,8 @@ class Refused(ValueError):
         self.status, self.kind = status, kind
 
 
-async def receive(http: Any, most: int, names: Sequence[str]) -> dict[str, Any]:
-    """Returns what a body says.
+async def receive(http: Any, most: int, names: Sequence[str]) -> tuple[dict[str, Any], int]:
+    """Returns what a body says, and how many bytes it has.
 
     Args:
       most: the limit of its bytes. names: the models that it may ask for.
@@ -41,7 +41,7 @@ async def receive(http: Any, most: int, names: Sequence[str]) -> dict[str, Any]:
             f"There is no model {show(wanted)} here, but {' and '.join(names)}: give that as model, leave it "
             "out, or start the server with --served-model-name.",
         )
-    return body
+    return body, len(given)
 
 
 async def read_body(http: Any, most: int) -> bytes | None:

@@ -149,6 +149,41 @@ def test_long_answers_hold_nobody_up_while_they_are_written(served, monkeypatch,
         assert len(found.result(60).json()["choices"]) == 1
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+def test_a_book_is_read_for_who_waits_for_it_and_keeps_no_short_text_waiting(served, monkeypatch, path):
+    """One book at a time; a client that has gone before its turn is not worked for."""
+    _, text, url = served
+    is_held, may_go_on, books, encode = threading.Event(), threading.Event(), [], text.encode
+
+    def hold(said, **options):
+        if len(said) > 50_000:
+            books.append(said[0])
+            is_held.set()
+            assert may_go_on.wait(60)
+            return [1]
+        return encode(said, **options)
+
+    def post(said):
+        return httpx.post(url + path, json={"prompt": said, "max_tokens": 1}, timeout=60)
+
+    monkeypatch.setattr(text, "encode", hold)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        try:
+            first = threads.submit(post, "a" * 100_000)
+            assert is_held.wait(60)
+            body = json.dumps({"prompt": "b" * 1_000_000}).encode()
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as gone:
+                head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+                gone.sendall(head.encode() + body)
+                assert post("short").status_code == 200
+            last = threads.submit(post, "c" * 100_000)
+            assert post("short").status_code == 200
+        finally:
+            may_go_on.set()
+        assert first.result(60).status_code == last.result(60).status_code == 200
+    assert books == ["a", "c"]
+
+
 def test_json_in_pieces_is_json():
     for value in (
         {}, [], {"a": {"b": []}, "ü": [1.5, None, "é\n\"", True]}, [[i, {"x": str(i)}] for i in range(3 * AT_ONCE + 1)],
