@@ -241,7 +241,7 @@ REFUSED = {
     "not bfloat16": lambda: jaxkv.write_states(made(), {"state": jnp.ones((4, 2, 4, 3), jnp.bfloat16)}, layer=2),
     "states must be a dict": lambda: jaxkv.write_states(made(), jnp.ones(4), layer=2),
     "keeps no 'conv', only state": lambda: jaxkv.causal_conv(jnp.ones((4, 1, 6)), WEIGHT, made(), 2),
-    "with a place for every row": lambda: jaxkv.causal_conv(jnp.ones((3, 1, 6)), WEIGHT, made(), 0),
+    "padded to all rows of the cache": lambda: jaxkv.causal_conv(jnp.ones((3, 1, 6)), WEIGHT, made(), 0),
     "for a cache, but this is one": lambda: jaxkv.read_states(made().layers[0], layer=0),
     "layer must say which": lambda: jaxkv.read_states(made()),
     "cache must be a jaxkv.Cache": lambda: jaxkv.read_states(3, layer=0),
