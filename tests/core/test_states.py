@@ -222,7 +222,7 @@ REFUSED = {
     "call keep before rows become others": lambda: jaxkv.fork(guessed(), 0, 1),
     "call keep before rows are truncated": lambda: jaxkv.truncate(guessed(), [2, 0, 0, 0]),
     "call keep before rows are copied": lambda: jaxkv.swap_out(guessed(), [0]),
-    "of which write_states wrote the states": lambda: jaxkv.keep(guessed(), [[0]] + [[-1]] * 3),
+    "roll back states that write_states wrote": lambda: jaxkv.keep(guessed(), [[0]] + [[-1]] * 3),
     "path must be a chain, 0, 1, 2": lambda: jaxkv.keep(jaxkv.extend(made(), [3, 0, 0, 0]), [[0, 2]] + [[-1, -1]] * 3),
     "guesses must be bool\\[4\\]": lambda: jaxkv.extend(made(), [3, 0, 0, 0], guesses=jnp.ones(3, bool)),
     "takes no window": lambda: jaxkv.LayerConfig.recurrent(window=4),
