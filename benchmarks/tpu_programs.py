@@ -43,16 +43,16 @@ class Plan(NamedTuple):
     page: int  # that a write goes by, tokens
 
     @classmethod
-    def of(cls, work: Work, num_heads: int, pool, tables, window: int | None = None) -> "Plan":
+    def of(cls, work: Work, num_heads: int, pool, tables, window: int | None = None, groups: int = 1) -> "Plan":
         walk = pages.Pages.plan(pool, tables, window, decode.segment_tokens(pool), work.deterministic)
         tokens = work.rows if work.prefix is not None else work.tokens
         return cls(
-            decode.block_rows(work.rows, num_heads, pool.shape[2], pool.shape[-1], 2),
+            decode.block_rows(work.rows, num_heads * groups, pool.shape[2], pool.shape[-1], 2),
             walk.step_tokens,
             decode.segments_per_step(pool, work.rows, walk),
             walk.pages_per_step,
-            step.tile_tokens(tokens, num_heads, pool, tables, np.dtype("bfloat16"), work.deterministic),
-            write.page_tokens(pool),
+            step.tile_tokens(tokens, num_heads, pool, tables, np.dtype("bfloat16"), work.deterministic, groups),
+            write.page_tokens(pool, find_format(work.kind).group_size),
         )
 
     def copies(self, work: Work, parts: int) -> tuple[int, int]:
@@ -68,7 +68,8 @@ class Plan(NamedTuple):
             blocks = sum(-(-(work.context + (i + 1) * self.tile) // work.block_size) for i in range(tiles))
             return tiles + streams * blocks, tiles
         runs = work.rows if work.rows > 1 else work.tokens // self.page  # new tokens, and old pages of a part; pages
-        return (parts + (streams if work.rows > 1 else 0)) * runs, streams * runs
+        sources = parts if find_format(work.kind).group_size is None else 2  # they share bytes, but come apart
+        return (sources + (streams if work.rows > 1 else 0)) * runs, streams * runs
 
 
 def replace_scalars(work: Work, plan: Plan, copies_only: bool) -> None:
@@ -111,7 +112,8 @@ def step_program(work: Work, copies_only: bool, layers: int, array: Callable[...
     num_blocks = max(4096, min(2 * read, max(read, 2**16))) + 1
     pool = array(num_blocks, parts, pool_heads, work.block_size, head_dim, dtype=storage)
     tables, counts = array(work.rows, blocks, dtype="int32"), array(work.rows, dtype="int32")
-    plan = Plan.of(work, heads, pool, tables, shape.window)
+    groups = 1 if format.group_size is None else shape.head_dim // format.group_size
+    plan = Plan.of(work, heads, pool, tables, shape.window, groups)
     replace_scalars(work, plan, copies_only)
 
     options: dict[str, Any] = {

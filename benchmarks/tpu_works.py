@@ -94,6 +94,7 @@ WORKS = {
         for kind in ("int4", "int4_g64")
         for name, work in {
             "decode 8 x 1024": Work("decode", rows=8, context=1024),
+            "decode 32 x 1024": Work("decode", rows=32, context=1024),
             "decode 64 x 128": Work("decode", rows=64, context=128),
             "write of 1,024 tokens": Work("write", tokens=1024),
             "write of 32 rows' tokens": Work("write", rows=32),

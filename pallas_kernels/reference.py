@@ -77,7 +77,7 @@ def attend(q, stored: StoredKV, batch: PagedBatch, spec: MaskSpec, options: Soft
     """`paged_attention` of bundled arguments."""
     *token_axes, num_heads, head_dim = q.shape
     tables, lengths, new, offsets, _ = batch
-    window, chunk, sink_tokens, causal, mask, spans, tree, blocks, tokens = (
+    window, chunk, sink_tokens, _, causal, mask, spans, tree, blocks, tokens = (
         getattr(spec, field.name) for field in dataclasses.fields(spec)
     )
     soft_cap, sinks, alibi, return_lse = options.soft_cap, options.sinks, options.alibi, options.return_lse

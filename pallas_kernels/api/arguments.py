@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.common.batch import Call, StoredKV
+from pallas_kernels.common.batch import Call, MaskSpec, StoredKV
 from pallas_kernels.common.quantization import QUANTIZED
 
 
@@ -53,7 +53,7 @@ def check_format(stored: StoredKV, head_dim: int) -> None:
     if not format.is_quantized:
         if stored.kv.dtype == jnp.uint8:
             raise ValueError(
-                f"kv holds bytes of a quantized format, but kind= does not name it: give one of {', '.join(QUANTIZED)}."
+                f"kv holds bytes, of a quantized format, but kind names none: give one of {', '.join(QUANTIZED)}."
             )
         return
     if stored.kv.dtype != format.storage_dtype:
@@ -218,6 +218,7 @@ def _check_variants(call: Call) -> None:
             f"shared must be i32[4, {rows}], as find_shared returns it, not {shared.dtype}{list(shared.shape)}."
         )
     _check_tokens_option(call)
+    _check_residual_length(mask)
     for name, flag in {"causal": mask.causal, "deterministic": options.deterministic}.items():
         if not isinstance(flag, bool | np.bool):
             raise ValueError(f"{name} must be True or False, not {flag!r}.")
@@ -251,6 +252,23 @@ def _check_tokens_option(call: Call) -> None:
     if beside := [name for name, x in others.items() if x is not None]:
         raise ValueError(
             f"tokens says by itself what each token sees, and cannot be combined with {beside[0]}: leave one out."
+        )
+
+
+def _check_residual_length(mask: MaskSpec) -> None:
+    """Raise for a `residual_length` that is none, or beside what does not go by a token's position alone."""
+    if (length := mask.residual_length) is None:
+        return
+    if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
+        raise ValueError(
+            f"residual_length must be an integer, at least 1, not {length!r}: None means that tokens see their row's "
+            "newest tokens too."
+        )
+    others = {name: getattr(mask, name) for name in ("tree", "spans", "tokens", "blocks", "chunk")}
+    others["causal=False"] = None if mask.causal else False
+    if beside := [name for name, x in others.items() if x is not None]:
+        raise ValueError(
+            f"residual_length goes by a token's position alone, and cannot be combined with {beside[0]}: leave one out."
         )
 
 

@@ -16,7 +16,7 @@ from pallas_kernels.api.backends import Choice, choose, find_backend, run_chosen
 from pallas_kernels.api.mixer_dispatch import forget_mixers
 from pallas_kernels.api.sizes import warn_of_sizes
 from pallas_kernels.common import context_parallel
-from pallas_kernels.common.batch import Call, StoredKV
+from pallas_kernels.common.batch import Call, StoredKV, leave_out_newest
 
 
 def choose_checked(op: str, platform: str | None, implementation: str | None, call: Call) -> Choice:
@@ -45,7 +45,9 @@ def write(implementation: str | None, call: Call) -> StoredKV:
 def write_then_attend(implementation: str | None, call: Call) -> tuple[Any, StoredKV]:
     """`write_and_attend` of a call that has been checked, by two kernels; the write's is chosen by itself."""
     written = write(None, Call(call.stored, call.batch, k=call.k, v=call.v))
-    return attend(implementation, call._replace(stored=written, k=None, v=None)), written
+    batch, mask = leave_out_newest(call.batch, call.mask)
+    call = call._replace(stored=written, batch=batch, mask=mask, k=None, v=None)
+    return attend(implementation, call), written
 
 
 def differentiable(op: str, implementation: str | None, call: Call) -> Any:

@@ -75,7 +75,7 @@ class PagedBatch(NamedTuple):
 @functools.partial(
     register,
     data_fields=("mask", "spans", "tree", "blocks", "tokens"),
-    meta_fields=("window", "chunk", "sink_tokens", "causal"),
+    meta_fields=("window", "chunk", "sink_tokens", "residual_length", "causal"),
 )
 @dataclasses.dataclass(frozen=True)
 class MaskSpec:
@@ -84,6 +84,7 @@ class MaskSpec:
     window: int | None = None
     chunk: int | None = None
     sink_tokens: int | None = None
+    residual_length: int | None = None  # of `write_and_attend`
     causal: bool = True
     mask: jax.Array | None = None
     spans: jax.Array | None = None
@@ -95,6 +96,15 @@ class MaskSpec:
     def by_token(self) -> bool:
         """Whether what a token sees depends on more than its position and a window."""
         return any(x is not None for x in (self.chunk, self.tree, self.spans))
+
+
+def leave_out_newest(batch: PagedBatch, mask: MaskSpec) -> tuple[PagedBatch, MaskSpec]:
+    """Returns rows that end before their newest `residual_length` tokens, which queries then do not see: they stand as
+    far ahead."""
+    if mask.residual_length is None:
+        return batch, mask
+    kv_lens = jnp.maximum(batch.kv_lens - mask.residual_length, 0)
+    return batch._replace(kv_lens=kv_lens), dataclasses.replace(mask, residual_length=None)
 
 
 @functools.partial(
@@ -137,6 +147,7 @@ class Call(NamedTuple):
             "alibi": options.alibi, "spans": mask.spans, "tree": mask.tree, "causal": None if mask.causal else False,
             "chunk": mask.chunk, "blocks": mask.blocks, "deterministic": options.deterministic or None,
             "sink_tokens": mask.sink_tokens, "stripe": self.batch.context_shard, "tokens": mask.tokens,
+            "residual_length": mask.residual_length,
         }  # fmt: skip
         return {name: x for name, x in fields.items() if x is not None}
 

@@ -15,7 +15,7 @@ from pallas_kernels.xla.chosen_rows import attend_tokens
 from pallas_kernels.xla.spans import attend_spans
 
 # See `api.backend`.
-OPTIONS = ("causal", "chunk", "deterministic", "sink_tokens", "spans", "tokens", "tree")
+OPTIONS = ("causal", "chunk", "deterministic", "residual_length", "sink_tokens", "spans", "tokens", "tree")
 READS_LATENT_ROWS = True
 READS_SHARED_ONCE = False
 

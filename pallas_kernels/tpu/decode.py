@@ -103,6 +103,7 @@ def decode(
     window_mask=ALL,
     new_kv=None,
     targets=None,
+    residual_length=0,
     interpret=False,
     step_tokens=None,
 ):
@@ -119,6 +120,7 @@ def decode(
       new_kv: `[S, 2, K, D']`, what to write at position `limits - 1` first, in the pool's dtype; for a quantized pool
         as it came. For four bits keys and values are apart.
       targets: `i32[S]`, the block to write it to; 0: nowhere.
+      residual_length: how many of the row's newest tokens the token does not see, as if it stood before them.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
     Returns:
@@ -141,7 +143,7 @@ def decode(
     blocks = -(-rows // block)
     limits = jnp.pad(limits, (0, blocks * block - rows))
     targets = limits if targets is None else jnp.pad(targets, (0, blocks * block - rows))
-    parts = pages.steps(limits - 1, limits).reshape(blocks, block)
+    parts = pages.steps(limits - 1 - residual_length, limits).reshape(blocks, block)
     steps = -(-jnp.sum(parts, axis=1, dtype=jnp.int32) // segments)
     ids = jnp.where(limits > 0, jnp.arange(limits.size, dtype=jnp.int32), limits.size)
     successors = lax.cummin(jnp.append(ids, jnp.int32(limits.size)), reverse=True)  # at 0 the first row with tokens
@@ -198,7 +200,12 @@ def decode(
     context = rows * tables.shape[1] * pages.block_size
     (results,) = pl.pallas_call(
         functools.partial(
-            _kernel, pages=pages, segments=segments, soft_cap=soft_cap is not None, stored=stored.replace(None)
+            _kernel,
+            pages=pages,
+            segments=segments,
+            soft_cap=soft_cap is not None,
+            stored=stored.replace(None),
+            residual_length=residual_length,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -317,6 +324,7 @@ def _kernel(
     segments,
     soft_cap,
     stored,
+    residual_length,
 ):
     limits, successors, targets, counts, tables, knobs = scalars
     q_ref, sinks_ref, new_ref, hbm = inputs
@@ -340,8 +348,12 @@ def _kernel(
             return rows
         return jnp.minimum((divide(row, block_rows) + 1) * block_rows, rows)
 
+    def stand(limit):
+        """Returns the position from which a row's token sees what is before it."""
+        return limit - 1 - residual_length
+
     def parts(row):
-        return pages.steps(limits[row] - 1, limits[row])
+        return pages.steps(stand(limits[row]), limits[row])
 
     def after(row, part):
         last = part + 1 == parts(row)
@@ -369,8 +381,8 @@ def _kernel(
             there = row < end
             safe = jnp.where(there, row, 0)
             limit = limits[safe]
-            held = jnp.where(there, jnp.minimum(pages.held(limit - 1, limit, part), pages.pages_per_step), 0)
-            segments_to_come.append((safe, limit - 1, limit, part, held))
+            held = jnp.where(there, jnp.minimum(pages.held(stand(limit), limit, part), pages.pages_per_step), 0)
+            segments_to_come.append((safe, stand(limit), limit, part, held))
             coming += held
             row, part = segment_after(row, part, end)
 
@@ -400,14 +412,14 @@ def _kernel(
 
                 @pl.when(writes)
                 def _():
-                    begin = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
+                    begin = (pages.first(stand(limit)) + part * pages.pages_per_step) * pages.page_size
                     for i, (staged, semaphore) in enumerate(write):
                         tile, new = staged.at[written], new_refs[i][row - block * block_rows]
                         _insert(new, here[i], limit - 1 - begin, pages, tile)
                         _write_back(tile, semaphore, hbm[i], targets[row], limit - 1, pages).start()
 
             if not quantized:
-                pl.when(inside)(lambda: pages.hide_values(here[0], limit - 1, limit, part, count))
+                pl.when(inside)(lambda: pages.hide_values(here[0], stand(limit), limit, part, count))
             return segment + 1, *after(row, part), written + jnp.where(writes, 1, 0)
 
         return lax.while_loop(begins, body, (jnp.int32(0), row, part, jnp.int32(0)))[-1]
@@ -457,7 +469,7 @@ def _kernel(
             q_ref,
             block * block_rows,
             (knobs, soft_cap),
-            pages,
+            (pages, stand, residual_length > 0),
             stored,
             sinks_ref,
             (out_ref, lse_ref),
@@ -479,11 +491,12 @@ class Softmax(NamedTuple):
     out_sum: Any
 
 
-def _attend(fetch, work, q_ref, first_row, logit_numbers, pages, stored: StoredKV, sinks_ref, results, softmax):
+def _attend(fetch, work, q_ref, first_row, logit_numbers, walk, stored: StoredKV, sinks_ref, results, softmax):
     """One step: each segment's softmax by itself, all heads at once, so that one's products run beside another's
     exponentials; then they are put together, row by row. There is no branch in it, for none may part them. Meanwhile
     `fetch` starts the copies of a later step's segment, each by its number."""
     (knobs, soft_cap), (out_ref, lse_ref), (max_ref, sum_ref, out_sum_ref) = logit_numbers, results, softmax
+    pages, stand, may_see_nothing = walk
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
     matmul = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     nothing = (
@@ -512,12 +525,13 @@ def _attend(fetch, work, q_ref, first_row, logit_numbers, pages, stored: StoredK
         logits = logits * knobs[0]
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits / knobs[1])
-        start = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
+        at = stand(limit)
+        start = (pages.first(at) + part * pages.pages_per_step) * pages.page_size
         place = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        position = pages.position(start + (nibbles.place_tokens(place) if by_group else place), limit - 1)
-        seen = position < limit
+        position = pages.position(start + (nibbles.place_tokens(place) if by_group else place), at)
+        seen = position <= at
         if pages.window_mask.ends:
-            seen &= pages.window_mask.covers(position, pages.window_mask.first(limit - 1))
+            seen &= pages.window_mask.covers(position, pages.window_mask.first(at))
         logits = jnp.where(seen, logits, MASKED)
         highest = jnp.broadcast_to(jnp.max(logits, axis=1, keepdims=True), max_ref.shape)
         weights = jnp.exp(logits - _as_wide(highest, logits))
@@ -536,9 +550,16 @@ def _attend(fetch, work, q_ref, first_row, logit_numbers, pages, stored: StoredK
         out_sum = _as_wide(shrink, out) * out_sum + _as_wide(mine, out) * out
         so_far = tuple(lax.select(there, new, old) for new, old in zip((now, total, out_sum), so_far, strict=True))
         # Every segment gives its row's output, and the row's last one stays.
-        out_ref[row - first_row] = (so_far[2] / _as_wide(so_far[1], out)).astype(out_ref.dtype)
+        results = so_far[2] / _as_wide(so_far[1], out), so_far[0] + jnp.log(so_far[1])
+        if may_see_nothing:  # no token of the row lies before its newest
+            seen = so_far[0] > MASKED
+            results = (
+                jnp.where(_as_wide(so_far[0], out) > MASKED, results[0], 0.0),
+                jnp.where(seen, results[1], -jnp.inf),
+            )
+        out_ref[row - first_row] = results[0].astype(out_ref.dtype)
         if lse_ref is not None:
-            lse_ref[row - first_row] = so_far[0] + jnp.log(so_far[1])
+            lse_ref[row - first_row] = results[1]
         return so_far
 
     # The matrix unit keeps its order: unless the products with the keys run ahead of those with the values, each

@@ -67,6 +67,7 @@ def attend_to_new(
         batch = drop_empty_rows(batch)
     if q.ndim == 4 and q.shape[1] == 1:
         return decode_step(q, stored, batch, mask, options, new=new, **own)
+    residual_length = mask.residual_length or 0
     kv, (tables, kv_lens, query_lens, query_starts, _) = stored.kv, batch
     *token_axes, num_heads, head_dim = q.shape
     rows, width, deterministic = tables.shape[0], stored.value_dim(head_dim), options.deterministic
@@ -99,10 +100,12 @@ def attend_to_new(
         alone = flat[at]
         if nibbles.has_groups(stored):
             alone = nibbles.spread_queries(alone, stored, kv.shape[-1])
-        limits, store = jnp.where(single, kv_lens, 0), dict(new_kv=new_kv, targets=targets)
+        limits = jnp.where(single, kv_lens, 0)
+        store = dict(new_kv=new_kv, targets=targets, residual_length=residual_length)
         alone, alone_lse, stored = decode(
             alone, stored, tables, limits, options, window_mask=window_mask, **store, **own
         )
+    kv_lens = jnp.maximum(kv_lens - residual_length, 0)  # queries of more than a token stand as far ahead
     groups = nibbles.count_groups(stored)
     size = tile_tokens(token_axes[-1], num_heads, kv, tables, q.dtype, deterministic, groups)
     # Queries that are not the row's own have no position: their tiles only number them. They come as many.
@@ -186,6 +189,7 @@ def decode_step(
         window_mask=WindowMask.from_spec(mask, capacity),
         new_kv=new_kv,
         targets=targets,
+        residual_length=mask.residual_length or 0,
         interpret=interpret,
         step_tokens=step_tokens,
     )

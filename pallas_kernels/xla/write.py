@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
+from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV, leave_out_newest
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.xla_cpu import stack_pair
 from pallas_kernels.xla import work_list
@@ -46,4 +46,4 @@ def find_places(token_axes: tuple[int, ...], batch: PagedBatch, pool: jax.Array)
 def write_and_attend(q, k, v, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions):
     """Writes, then attends."""
     stored = write_kv(k, v, stored, batch)
-    return paged_attention(q, stored, batch, mask, options), stored
+    return paged_attention(q, stored, *leave_out_newest(batch, mask), options), stored

@@ -112,9 +112,9 @@ def test_the_model_of_memory(chip):
 @pytest.mark.skipif(not NIGHTLY, reason="what its kernels are given is tried by day, in the interpreter")
 @pytest.mark.parametrize("chip", ["v6e", "tpu7x"])
 def test_a_decode_step_with_residual_layers(chip):
-    """Three kernels a layer: four bits are written, and read up to the newest tokens, which are written and read."""
+    """Two kernels a layer: four bits are written, and read up to the newest tokens; these are written and read."""
     for program in compile_for(chip, "2", "residual", script="tpu_model.py"):
-        assert program["kernels"] == 3 * program["layers"], program
+        assert program["kernels"] == 2 * program["layers"], program
         assert program["temp"] < 0.01 * program["pools"] + 1.1 * program["logits"], program
         assert not program["large copies"], program
         assert program["alias"] >= program["cache"] - program["unread"], program

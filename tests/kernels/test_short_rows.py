@@ -98,3 +98,40 @@ def test_gradients_are_those_of_the_reference(name):
     token = pallas_kernels.locate(inputs.q.shape[:-2], inputs.lengths, inputs.new)
     blind = np.asarray(token.position < 0)
     assert blind.any() and not np.asarray(actual[0])[blind].any()
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_a_step_but_to_its_newest_tokens(implementation):
+    """Where no kernel does both, what is written is all, and rows are read as if they were shorter."""
+    case = Case((0, 1, 19, 20, 21, 40), (0, 1, 3, 1, 21, 1), block_size=8, packed=True, window=9)
+    q, kv, *rest = testing.make_inputs(case)
+    k, v = np.random.default_rng(1).standard_normal((2, q.shape[0], *kv.shape[2:3], 64), np.float32)
+    kv = jnp.where(jnp.isnan(kv), 0, kv)
+    tables, lengths, new = rest
+    named = dict(zip(("tables", "lengths", "new"), rest, strict=True))
+    options = dict(window=9, return_lse=True, implementation=implementation)
+    (out, lse), written = pallas_kernels.write_and_attend(q, k, v, kv, **named, residual_length=20, **options)
+    np.testing.assert_array_equal(written, pallas_kernels.write_kv(kv, k, v, *rest))
+    shorter = jnp.maximum(lengths - 20, 0)
+    wanted, wanted_lse = pallas_kernels.paged_attention(q, written, tables, shorter, new, **options)
+    np.testing.assert_array_equal(out, wanted)
+    np.testing.assert_array_equal(lse, wanted_lse)
+    told = pallas_kernels.explain("write_and_attend", q=q, k=k, v=v, kv=kv, **named, residual_length=20, platform="tpu")
+    assert told.implementation == "xla" and "residual_length" not in told.reason  # for float32 of 64 numbers
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"residual_length": 0}, "at least 1, not 0: None means"),
+        ({"residual_length": True}, "must be an integer"),
+        ({"residual_length": 2.0}, "must be an integer"),
+        ({"residual_length": 4, "chunk": 8}, "combined with chunk: leave one out"),
+        ({"residual_length": 4, "causal": False}, "combined with causal=False"),
+    ],
+)
+def test_what_a_residual_length_cannot_be(options, said):
+    q, kv, *rest = testing.make_inputs(Case((5,), (1,)))
+    k = jnp.zeros((1, 1, kv.shape[2], q.shape[-1]), q.dtype)
+    with pytest.raises(ValueError, match=said):
+        pallas_kernels.write_and_attend(q, k, k, kv, *rest, **options)

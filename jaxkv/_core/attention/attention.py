@@ -179,9 +179,13 @@ def _attend_to_new(layer: Layer, step: Step | None, new: dict, options: dict, im
     if residual is not None:
         layer = dataclasses.replace(layer, residual=None)
         newest, older = split_options(layer, options)
-        layer = store_tokens(layer, step, new["k"], new["v"], implementation=implementation)
         out, residual = _attend_to_new(residual, step, new, newest, implementation)
-        out = _add_older(layer, step, q, out, options, older, implementation)
+        if older is None:
+            layer = store_tokens(layer, step, new["k"], new["v"], implementation=implementation)
+        else:
+            older |= {"residual_length": layer.config.residual_length}
+            older_out, layer = _attend_to_new(layer, step, new, older, implementation)
+            out = merge_outputs(layer, out, older_out, options)
         return out, dataclasses.replace(layer, residual=residual)
     arrays, static = _split_static(options)
     token, outs = head_spec(q.ndim - 2, NEW), _out_specs(q, static)
@@ -318,7 +322,10 @@ def _attend_to_stored(
         layer = dataclasses.replace(layer, residual=None)
         newest, older = split_options(layer, options)
         out = _attend_to_stored(residual, step, q, newest, implementation)
-        return _add_older(layer, step, q, out, options, older, implementation)
+        if older is None:
+            return out
+        layer = dataclasses.replace(layer, tables=shift_back(layer.tables, layer.config))
+        return merge_outputs(layer, out, _attend_to_stored(layer, step, q, older, implementation), options)
     arrays, static = _split_static(options)
     arguments = (layer, step, q, query_lens, query_starts, arrays)
     specs = (layer_specs(layer), WHOLE, head_spec(q.ndim - 2, Q), WHOLE, WHOLE, _option_specs(arrays))
@@ -332,17 +339,6 @@ def _attend_to_stored(
         implementation=implementation,
         **static,
     )
-
-
-def _add_older(
-    layer: Layer, step: Step | None, q: jax.Array, newest: Any, given: dict, older: dict | None, implementation: Any
-) -> Any:
-    """Returns the output over all tokens from that over the newest ones, for the options of a call and those for older
-    tokens."""
-    if older is None:
-        return newest
-    layer = dataclasses.replace(layer, tables=shift_back(layer.tables, layer.config))
-    return merge_outputs(layer, newest, _attend_to_stored(layer, step, q, older, implementation), given)
 
 
 def _attend(
@@ -453,10 +449,10 @@ def _describe_padding(layer: Layer) -> str:
     """Returns a sentence about how a layer's head_dim is stored; "" where it is stored as it is."""
     head_dim, stored = layer.layer_config.head_dim, layer.pool.kv.shape[-1]
     if words := layer.config.form(layer.number).description:
-        return f" {words} are stored in one row of {stored}."
+        return f" {words} stand in one row of {stored}."
     padded = layer.config.padded_head_dim(layer.number)
     if (v_head_dim := layer.layer_config.v_head_dim) is not None:
-        return f" Values of {v_head_dim} and keys of {head_dim} are stored in one row of {stored}."
+        return f" Values of {v_head_dim} and keys of {head_dim} stand in one row of {stored}."
     return "" if padded == head_dim else f" A head_dim of {head_dim} is stored as {padded}."
 
 

@@ -111,13 +111,13 @@ CONTROLS = {
         decode,
         ROWS,
         PLAIN,
-        Plant("_attend", "position < limit", "position <= limit"),
+        Plant("_attend", "position <= at", "position <= at + 1"),
     ),
     "window one too far": (
         decode,
         replace(ROWS, window=24),
         PLAIN,
-        Plant("_attend", "pages.window_mask.first(limit - 1)", "pages.window_mask.first(limit - 1) - 1"),
+        Plant("_attend", "pages.window_mask.first(at)", "pages.window_mask.first(at) - 1"),
     ),
     "tail not cleared": (
         decode,
@@ -223,7 +223,7 @@ CONTROLS = {
         decode,
         replace(ROWS, chunk=20),
         PLAIN,
-        Plant("_attend", "pages.window_mask.first(limit - 1)", "pages.window_mask.first(limit - 1) - 1"),
+        Plant("_attend", "pages.window_mask.first(at)", "pages.window_mask.first(at) - 1"),
     ),
     "values before the chunk": (
         decode,

@@ -1,17 +1,21 @@
 """Rows that hold fewer tokens than they have queries, with the TPU kernels on the interpreter; and mistakes caught."""
 
+import dataclasses
 import functools
 
 import interpreter
+import numpy as np
 import pytest
+import quantised_pools
 import short_rows
 from interpreter import PLAIN
 from nightly import NIGHTLY, skip_by_day
+from numpy_attention import attention
 from planting import Plant
 from quantised_pools import JOINED, LATENT as QUANTISED_LATENT, NIBBLES, NIBBLES_BF16
 from tpu_mistakes import SOURCES, check_noticed, check_unbroken
 
-from pallas_kernels import tpu
+from pallas_kernels import testing, tpu
 from pallas_kernels.testing import Case
 
 pytestmark = pytest.mark.timeout(240, method="thread")
@@ -76,6 +80,61 @@ def test_deterministic(name):
     check(tpu, CASES[name], PLAIN, deterministic=True)
 
 
+RESIDUAL = 20
+ENDS = (0, 1, 2, RESIDUAL - 1, RESIDUAL, RESIDUAL + 1, 31, 32, 33, 0, RESIDUAL + 128, RESIDUAL + 129, 300)
+DECODE = dict(lengths=ENDS, new=(0, *[1] * 8, 0, 1, 1, 1))
+STEP = dict(lengths=(149, 30, 1, 21, 3, 140, 0), new=(1, 12, 1, 1, 3, 40, 0), packed=True, padding=2)
+# Name -> a case, its format, and the tokens of a segment, of which the last holds none but the newest tokens.
+RESIDUAL_CASES = {
+    "plain": (Case(**DECODE, **GROUP, **F32, block_size=16), None, 16),
+    "window": (Case(**DECODE, window=9, soft_cap=3.0, sink_tokens=3, **GROUP, **F32, block_size=16), None, 16),
+    "mixed": (Case(**STEP, **GROUP, **BF16, block_size=16), None, 16),
+    "mixed, window": (Case(**STEP, window=9, **GROUP, **F32, block_size=16), None, 16),
+    "int8": (Case(**DECODE, **GROUP, **F32, block_size=128), "int8", 128),
+    "int8, mixed": (Case(**STEP, **GROUP, **F32, block_size=128), "int8", 128),
+    "int4": (Case(**DECODE, **NIBBLES_OF_8, **NIBBLES_BF16), "int4", 128),
+    "int4, mixed": (Case(**STEP, window=30, **NIBBLES_OF_8, **NIBBLES), "int4", 128),
+    "latent": (Case(**DECODE, **(LATENT | {"dtype": "float32"}), block_size=16), None, 16),
+}  # fmt: skip
+
+
+def check_but_to_the_newest(tpu, named, mode):
+    """Compares with a write, and with NumPy over rows that end so many tokens earlier."""
+    case, kind, step_tokens = named
+    whole = dataclasses.replace(case, window=None, sink_tokens=None)  # a window begins so many tokens earlier
+    (q, kv, *rest), stored, _ = short_rows.make_inputs(whole, kind)
+    rank, options = {"rank": case.rank}, testing.make_options(case)
+    of_kind = {} if kind is None else {"kind": kind}
+    k, v = interpreter.new_tokens(case, q)
+
+    def write(kv, scale, k, v):
+        scaled = {} if kind is None else {"kv_scale": scale}
+        pools = interpreter.write_kv(kv, k, v, *rest, **scaled, **of_kind, **rank)
+        return (pools, None) if kind is None else pools
+
+    nan = [None if x is None else np.full_like(x, np.nan) for x in (k, v)]
+    kv, scale = write(kv, stored.get("kv_scale"), *nan)  # what attends before it writes is caught
+    given = {} if kind is None else {"kv_scale": scale}
+    (out, lse), written = interpreter.run(
+        functools.partial(tpu.write_and_attend, residual_length=RESIDUAL, **of_kind), q, k, v, kv, *rest, mode=mode,
+        return_lse=True, step_tokens=step_tokens, **given, **options,
+    )  # fmt: skip
+    kv, scale = write(kv, scale, k, v)
+    quantised_pools.assert_written([written] if kind is None else written, [kv] if kind is None else [kv, scale])
+    held = kv if kind is None else testing.decode(case, kv, scale, kind)
+    tables, lengths, new = rest
+    wanted, wanted_lse = attention(q, held, tables, np.maximum(lengths - RESIDUAL, 0), new, **options)
+    testing.assert_close(out, wanted)
+    assert not np.asarray(out, np.float32)[np.isneginf(wanted_lse)].any()
+    testing.assert_close(lse, wanted_lse, dtype=case.dtype)
+
+
+@pytest.mark.parametrize("mode", interpreter.MODES if NIGHTLY else ["races"])
+@pytest.mark.parametrize("name", RESIDUAL_CASES if NIGHTLY else ["window", "int4, mixed"])
+def test_but_to_the_newest(name, mode):
+    check_but_to_the_newest(tpu, RESIDUAL_CASES[name], interpreter.MODES[mode])
+
+
 # name: (what to run, on which case, in which mode, what is planted). None may wait for a copy that nobody starts.
 CONTROLS = {
     "lengths raised to the queries'": (
@@ -96,6 +155,35 @@ CONTROLS = {
             "jnp.clip(kv_lens - query_lens + 1, 0, capacity)",
             "jnp.clip(kv_lens - query_lens, 0, capacity - 1) + 1",
         ),
+    ),
+    "the newest tokens seen": (
+        check_but_to_the_newest, RESIDUAL_CASES["plain"], PLAIN,
+        Plant("_kernel", "limit - 1 - residual_length", "limit - 1"),
+    ),
+    "what sees nothing is not told": (
+        check_but_to_the_newest, RESIDUAL_CASES["plain"], PLAIN,
+        Plant("_attend", "pages, stand, may_see_nothing = walk", "pages, stand, may_see_nothing = *walk[:2], False"),
+    ),
+    "the newest tokens seen by many": (
+        check_but_to_the_newest, RESIDUAL_CASES["mixed, window"], PLAIN,
+        Plant("attend_to_new", "jnp.maximum(kv_lens - residual_length, 0)", "kv_lens"),
+    ),
+    "the newest tokens seen by lone ones of a mixed step": (
+        check_but_to_the_newest, RESIDUAL_CASES["mixed, window"], PLAIN,
+        Plant(
+            "attend_to_new",
+            "dict(new_kv=new_kv, targets=targets, residual_length=residual_length)",
+            "dict(new_kv=new_kv, targets=targets)",
+        ),
+    ),
+    "a lone token of a mixed step not written": (
+        check_but_to_the_newest, RESIDUAL_CASES["mixed, window"], PLAIN,
+        Plant("attend_to_new", "jnp.where(begin < places, targets, 0)", "jnp.where(begin < 0, targets, 0)"),
+    ),
+    "a lone token written where its row does not end": (
+        check_but_to_the_newest, RESIDUAL_CASES["plain"], PLAIN,
+        Plant("_kernel", "_insert(new, here[i], limit - 1 - begin, pages, tile)",
+              "_insert(new, here[i], stand(limit) - begin, pages, tile)"),
     ),
 }  # fmt: skip
 
