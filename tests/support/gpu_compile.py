@@ -234,8 +234,8 @@ def formed(form, job):
 
 
 def step(*, donate=True, unique=True, shares=False):
-    """A decode step of two layers: projections, write, attention, whose rows may share blocks. What the program does to
-    the pools."""
+    """A decode step of two layers: projections, write, attention, whose rows may share blocks. Its kernels, and what
+    the program does to the pools."""
     shape = SHAPES["llama3-8b"]
     model_dim, heads, kv_heads, head_dim = 4096, shape.num_heads, shape.num_kv_heads, shape.head_dim
     weights = {
@@ -262,8 +262,8 @@ def step(*, donate=True, unique=True, shares=False):
     row = array((ROWS,), jnp.int32)
     arguments = (pools, (weights, weights), array((ROWS, model_dim)), array((ROWS, MAX_BLOCKS), jnp.int32), row, row)
     arguments += (array((4, ROWS), jnp.int32) if shares else None,)
-    compiled, _ = compile_(decode_step, *arguments, donate_argnums=(0,) if donate else ())
-    return fate(compiled, pools)
+    compiled, kernels = compile_(decode_step, *arguments, donate_argnums=(0,) if donate else ())
+    return kernels | fate(compiled, pools)
 
 
 def scanned(num_layers=8):

@@ -1,6 +1,7 @@
 """Compile the kernels that update states for an H200 on a machine without one; as gpu_compile.py does for attention's.
 
 python gpu_compile_states.py JOB ...
+A job of gpu_compile.py is called attention:JOB here, so that one process runs both.
 """
 
 import json
@@ -139,6 +140,7 @@ JOBS = {
     "control-no-fence": without_fence,
     "control-misaligned": beside_even_places,
     "control-beside-swizzle": beside_swizzle,
+    **{f"attention:{name}": job for name, job in gpu_compile.JOBS.items()},
 }
 
 
