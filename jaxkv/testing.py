@@ -44,6 +44,11 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
     >>> bool(jnp.isnan(poison(cache).pools[0].kv[1:]).all())
     True
     """
+    return _poison(cache, value)
+
+
+@jax.jit
+def _poison(cache: Cache, value: jax.Array) -> Cache:
     pools = list(cache.pools)
     size, row = cache.config.block_size, jnp.arange(cache.config.max_seqs)[:, None]
     for group, tables in enumerate(cache.tables):
@@ -68,7 +73,7 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
     return cache.replace(pools=tuple(pools), states=_spoil_states(cache, value))
 
 
-def _spoil_states(cache: Cache, value: float) -> tuple[dict[str, jax.Array] | None, ...]:
+def _spoil_states(cache: Cache, value: jax.Array) -> tuple[dict[str, jax.Array] | None, ...]:
     if cache.state_slots is None:
         return ()
     keep = jnp.zeros(cache.config.num_state_slots + 1, bool).at[NULL_SLOT].set(True)
@@ -114,7 +119,7 @@ def permute_blocks(cache: Cache, seed: int = 0) -> Cache:
     return cache.replace(tables=tuple(groups), pools=tuple(pools))
 
 
-def _spoil(keep: jax.Array, value: float, x: jax.Array) -> jax.Array:
+def _spoil(keep: jax.Array, value: jax.Array, x: jax.Array) -> jax.Array:
     """Sets `value` wherever `keep` is false; an arbitrary number in integers, which have no NaN."""
     spoilt = jnp.asarray(value if jnp.issubdtype(x.dtype, jnp.floating) else 85, x.dtype)
     return jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - keep.ndim)), x, spoilt)

@@ -54,7 +54,11 @@ def keep(cache: Cache, path: Any) -> Cache:
     [9, 3]
     """
     check_cache(cache)
-    path = _read_path(cache, path)
+    return _keep(cache, _read_path(cache, path))
+
+
+@jax.jit
+def _keep(cache: Cache, path: jax.Array) -> Cache:
     number, is_kept = jnp.arange(path.shape[1], dtype=jnp.int32)[None], path >= 0
     count = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
     increases = path > jnp.pad(path, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
