@@ -60,17 +60,22 @@ def put_row_snapshots(cache: Cache, rows: Any, given: RowSnapshots | None) -> Ca
     """Returns a cache whose rows `i32[n]` have the given snapshots, as far as they hold so many tokens, lengths are
     multiples of the cache's own `snapshot_every`, and slots are free. The rows must have none yet; the states are
     joined as the cache's."""
-    every, slots = cache.config.snapshot_every, find_snapshots(cache)
-    if given is None or every is None or slots is None:
+    if given is None or cache.config.snapshot_every is None or cache.state_slots is None:
         return cache
+    return _put_row_snapshots(cache.replace(pools=()), rows, given).replace(pools=cache.pools)
+
+
+@jax.jit
+def _put_row_snapshots(cache: Cache, rows: jax.Array, given: RowSnapshots) -> Cache:
+    every, slots = cache.config.snapshot_every, find_snapshots(cache)
+    assert every is not None and slots is not None and cache.state_slots is not None
     lengths = (np.arange(given.table.shape[1]) + 1) * given.every
     taken = np.flatnonzero((lengths % every == 0) & (lengths <= cache.config.max_seq_len))
-    rows, lengths = jnp.asarray(rows), lengths[taken].astype(np.int32)
+    lengths = lengths[taken].astype(np.int32)
     num_tokens = cache.lengths.at[rows].get(mode="fill", fill_value=0)
     table = jnp.where(num_tokens[:, None] >= lengths[None], jnp.asarray(given.table)[:, taken], 0)
     count, none = jax.tree.leaves(given.states)[0].shape[0], cache.config.num_state_slots + 1
     wanted = jnp.zeros(count + 1, bool).at[table].set(True)[1:]
-    assert cache.state_slots is not None
     used = jnp.zeros(none, bool).at[slots].set(True).at[cache.state_slots.slots].set(True).at[NULL_SLOT].set(True)
     granted = grant_snapshots(cache, slots, wanted, jnp.argsort(used, stable=True))
     named = jnp.concatenate([jnp.full(1, NULL_SLOT, jnp.int32), granted])[table]

@@ -204,6 +204,11 @@ def put_row_states(cache: Cache, rows: Any, states: Any) -> Cache:
     its own. The rows must hold no slot."""
     if cache.state_slots is None:
         return cache
+    return _put_row_states(cache.replace(pools=()), rows, states).replace(pools=cache.pools)
+
+
+@jax.jit
+def _put_row_states(cache: Cache, rows: jax.Array, states: Any) -> Cache:
     named = jnp.zeros(cache.lengths.shape, bool).at[rows].set(True, mode="drop") & (cache.lengths > 0)
     cache = cache.replace(state_slots=release_slots(cache, named))
     slots = begin_step(cache, jnp.where(named, 1, 0))
