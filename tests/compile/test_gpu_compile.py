@@ -136,28 +136,30 @@ STEPS = ["step", *["step-shared"] * NIGHTLY]
 
 @pytest.fixture(scope="module")
 def reports():
-    """Everything that gpu_compile.py and gpu_compile_states.py print, by job, of each. One process runs both."""
+    """Everything that gpu_compile_states.py, gpu_compile.py and gpu_widen.py print, by job, of each: by name "",
+    "attention" and "widen". One process runs all."""
     controls = ("no-fence", "too-many-registers", "not-donated", "not-unique") * NIGHTLY
     jobs = [*DECODE_BUDGETS, *PREFILL, *FORMS, *QUANTISED, *WIDE_QUANTISED, *LATENT, *STEPS, *CHOSEN, *KEPT]
     jobs += ["launches-of-two", *["launches", "scanned", "other-launches"] * NIGHTLY]
     jobs += [f"control-{name}" for name in controls]
     controls = ["control-beside-swizzle", *["control-not-donated", "control-no-fence", "control-misaligned"] * NIGHTLY]
-    of_attention = [f"attention:{job}" for job in dict.fromkeys(jobs)]
-    found = {}, {}
-    for job in printed_by("gpu_compile_states.py", *STATES, *ALL_CHUNKS, *ODD, *controls, *of_attention):
+    jobs = [f"attention:{job}" for job in dict.fromkeys(jobs)] + ["widen:halved", "widen:control: halved"]
+    found = {"": {}, "attention": {}, "widen": {}}
+    for job in printed_by("gpu_compile_states.py", *STATES, *ALL_CHUNKS, *ODD, *controls, *jobs):
         for name, said in job.items():
-            found[name.startswith("attention:")][name.removeprefix("attention:")] = said
+            script, _, own = name.partition(":") if ":" in name else ("", "", name)
+            found[script][own] = said
     return found
 
 
 @pytest.fixture(scope="module")
 def states_report(reports):
-    return reports[0]
+    return reports[""]
 
 
 @pytest.fixture(scope="module")
 def report(reports):
-    return reports[1]
+    return reports["attention"]
 
 
 def printed_by(name, *jobs, first_in_path=None):
@@ -493,6 +495,13 @@ def test_all_swizzled_places_begin_with_the_pattern(report, states_report):
     assert not any(step["beside_swizzle"] for step in looked_at)
     (found,) = states_report["control-beside-swizzle"]["beside_swizzle"]
     assert "begins at a multiple of 128 bytes, not of 1024" in found
+
+
+def test_numbers_in_halves(reports):
+    """The kernel's PTX is run in NumPy: each half is the rest rounded."""
+    assert reports["widen"]["halved"]["wrong"] == [0, 0]
+    leading, rest = reports["widen"]["control: halved"]["wrong"]
+    assert leading == 0 and rest > 1000
 
 
 @skip_by_day("negative controls of what is counted")

@@ -20,8 +20,28 @@ pytestmark = [
 ]
 
 
+# What is compiled by day, in one process, each script behind the others.
+BY_DAY = {
+    ("tpu_programs.py", "four"),
+    ("tpu_choice.py",),
+    ("tpu_state_programs.py", "four", "qwen3-next", "qwen3-next-conv"),
+}
+
+
+@functools.cache
+def compile_by_day():
+    """Returns what each script of `BY_DAY` says."""
+    jobs = sorted(BY_DAY)
+    text = "\n".join(compile_for(json.dumps(jobs), script="run_scripts.py", parse=str))
+    return dict(
+        zip(jobs, [[json.loads(line) for line in part.splitlines()] for part in text.split("END\n")], strict=True)
+    )
+
+
 @functools.cache
 def compile_for(*options, script="tpu_programs.py", timeout=270, parse=json.loads):
+    if not NIGHTLY and (script, *options) in BY_DAY:
+        return compile_by_day()[script, *options]
     path = os.pathsep.join([str(SUPPORT.parents[1]), SITE])
     done = subprocess.run(
         [sys.executable, SUPPORT / script, *options], env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""},

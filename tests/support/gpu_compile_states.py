@@ -1,13 +1,14 @@
 """Compile the kernels that update states for an H200 on a machine without one; as gpu_compile.py does for attention's.
 
 python gpu_compile_states.py JOB ...
-A job of gpu_compile.py is called attention:JOB here, so that one process runs both.
+A job of gpu_compile.py is called attention:JOB here, and one of gpu_widen.py widen:JOB, so that one process runs all.
 """
 
 import json
 import sys
 
 import gpu_compile
+import gpu_widen
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -141,6 +142,7 @@ JOBS = {
     "control-misaligned": beside_even_places,
     "control-beside-swizzle": beside_swizzle,
     **{f"attention:{name}": job for name, job in gpu_compile.JOBS.items()},
+    **{f"widen:{name}": job for name, job in gpu_widen.JOBS.items()},
 }
 
 

@@ -114,6 +114,8 @@ def planted_half():
 def assembly_of(f, *arrays):
     """The PTX of a program that is one kernel."""
     os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
+    for other in ("PTXAS", "RESOURCES"):  # which gpu_compile.py asks for
+        os.environ.pop(f"MOSAIC_GPU_DUMP_{other}", None)
     with gpu_compile.standard_output() as assembly:
         jax.jit(f).lower(*arrays).compile()
         assembly.seek(0)
