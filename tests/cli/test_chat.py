@@ -106,12 +106,12 @@ def test_what_cannot_be_a_chat_is_said_in_a_sentence(folder, tmp_path, monkeypat
     assert "reads bytes" in said("generate", "--chat", "--prompt", "x")
     assert "--system is for --chat" in said("generate", "--system", "x")
     # A chat that is full says so, and goes on for a question that fits.
+    length = len(jaxkv.text.Tokenizer(folder).chat([{"role": "user", "content": "y"}])) + 4
     lines = ["x" * 200, "y"]
-    assert run_chat(folder, monkeypatch, lines, "--max-seq-len", "128", "--max-new-tokens", "4") == 0
+    assert run_chat(folder, monkeypatch, lines, "--max-seq-len", str(length), "--max-new-tokens", "4") == 0
     out, err = capsys.readouterr()
     assert "The chat cannot go on: it has" in err and "--max-seq-len" in err and "1 turn;" in err and out.count("\n")
     # So does an answer that fills it.
-    length = len(jaxkv.text.Tokenizer(folder).chat([{"role": "user", "content": "y"}])) + 4
     assert run_chat(folder, monkeypatch, ["y"], "--max-seq-len", str(length), "--max-new-tokens", "9") == 0
     said = f"jaxkv: stopped after 4 tokens: max_seq_len is {length}, give more with --max-seq-len.\n"
     assert capsys.readouterr().err.startswith(said)

@@ -55,6 +55,7 @@ compiled = {
 spoil = jax.jit(poison)
 
 
+@jax.jit
 def reference(cache, x):
     """The scores of all tokens of a float32 cache, by definition."""
     tables, keys = cache.tables[0], cache.pools[0].index.keys

@@ -41,15 +41,18 @@ def test_a_plan_is_used_within_a_trace_and_again_behind_it(inner):
 
 
 def test_rows_that_failed_keep_their_places_for_quest():
-    def chosen(number, asked):
-        cache = made(jaxkv.LayerConfig(num_kv_heads=1, head_dim=4), max_seqs=2)
-        kv = jax.random.normal(jax.random.key(0), (1, 2, 24, 1, 4))
+    cache = made(jaxkv.LayerConfig(num_kv_heads=1, head_dim=4), max_seqs=2)
+    kv = jax.random.normal(jax.random.key(0), (1, 2, 24, 1, 4))
+
+    @jax.jit
+    def chosen(number, asked, cache=cache):
         cache = jaxkv.extend(jaxkv.extend(jaxkv.append(cache, kv, kv, [0, 24]), asked), [3, 1])
         q = jnp.concatenate([jnp.full((3, 1, 4), number), 10 * kv[0, 1, 5][None]])
-        return jaxkv.scores.quest(jaxkv.write(cache, q, q, layer=0), layer=0, q=q, num_blocks=3)[1].tolist()
+        return jaxkv.scores.quest(jaxkv.write(cache, q, q, layer=0), layer=0, q=q, num_blocks=3)[1]
 
-    wanted = chosen(0.0, [0, 0])
-    assert [chosen(number, [100, 0]) for number in (0.0, 9.0, -9.0)] == [wanted] * 3
+    wanted = chosen(0.0, np.array([0, 0])).tolist()
+    found = [chosen(number, np.array([100, 0])) for number in (0.0, 9.0, -9.0)]
+    assert np.array(found).tolist() == [wanted] * 3
 
 
 @pytest.mark.parametrize("dtype", ["int8", *["int4"] * NIGHTLY])

@@ -296,7 +296,8 @@ def test_what_is_not_possible_is_said():
         jaxkv.write_index(quantized, jnp.ones((ROWS, 1, E)), layer=0, implementation="gpu")
     with pytest.raises(ValueError, match="implementation must be None or one of xla, reference"):
         jaxkv.write_index(quantized, jnp.ones((ROWS, 1, E)), layer=0, implementation="nothing")
-    jaxkv.write_index(quantized, jnp.ones((ROWS, 1, E)), layer=0, implementation="xla")
+    write = jax.jit(jaxkv.write_index, static_argnames=("layer", "implementation"))
+    write(quantized, jnp.ones((ROWS, 1, E)), layer=0, implementation="xla")
     readers = (LAYERS[0], LayerConfig(num_kv_heads=K, head_dim=D, shares_with=0))
     shared = jaxkv.extend(jaxkv.init(make_config(layers=readers)), [1, 1, 0])
     with pytest.raises(ValueError, match="Layer 1 reads the keys and values of layer 0"):

@@ -259,13 +259,14 @@ def test_rows_of_windows_that_go_on(bounds):
         cache = step(cache, jnp.asarray(rng.standard_normal((2, 1, 1, 8)), jnp.float32))
     q = jnp.asarray(rng.standard_normal((2, 1, 2, 8)), jnp.float32)
     kept = jaxkv.block_bounds(cache, layer=0)
+    choose = jax.jit(jaxkv.scores.quest, static_argnames=("layer", "num_blocks"))
     for given in (None, kept, jaxkv.block_bounds(cache, layer=0, bounds=kept, last=2)):
-        blocks = jaxkv.scores.quest(cache, layer=0, q=q, num_blocks=3, bounds=given)
+        blocks = choose(cache, layer=0, q=q, num_blocks=3, bounds=given)
         assert (np.diff(blocks) > 0).all() and (blocks[:, -1] == 89 // 4).all() and (blocks[:, 0] >= 74 // 4).all()
         np.testing.assert_allclose(
             jaxkv.attend(q, cache, layer=0, blocks=blocks.tolist()), jaxkv.attend(q, cache, layer=0, blocks=blocks)
         )
-    every = jaxkv.scores.quest(cache, layer=0, q=q, num_blocks=8)
+    every = choose(cache, layer=0, q=q, num_blocks=8)
     assert (np.asarray(every)[:, 4:] <= 22).all()
     whole = jaxkv.attend(q, cache, layer=0)
     np.testing.assert_allclose(jaxkv.attend(q, cache, layer=0, blocks=every), whole, atol=1e-6)

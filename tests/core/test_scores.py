@@ -153,7 +153,8 @@ def test_the_first_and_the_last_tokens(found):
 @pytest.mark.parametrize("window_size", [64, 4, 2])
 def test_of_a_window_larger_than_the_budget_the_latest_stay(cache, window_size):
     q = jnp.asarray(np.stack([np.roll(Q[r], 4 - LENGTHS[r], axis=0)[:4] for r in range(ROWS)]))
-    found = scores.snapkv(cache, layer=1, q=q, num_tokens=jnp.full(ROWS, 4), window_size=window_size)
+    snapkv = jax.jit(scores.snapkv, static_argnames=("layer", "window_size"))
+    found = snapkv(cache, layer=1, q=q, num_tokens=jnp.full(ROWS, 4), window_size=window_size)
     most = min(window_size, 4)
     for row, n in enumerate(LENGTHS):
         for best in np.argsort(-np.asarray(found[row, :, :n]), axis=1)[:, :most] if n >= 4 else ():
