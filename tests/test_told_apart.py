@@ -30,7 +30,7 @@ def test_kernels_refuse_bytes_and_scales_without_a_kind(dtype):
     rows = (t.tables, t.lengths, jnp.array([1, 1]))
     q, k = jnp.ones((2, 1, 4, 8)), jnp.ones((2, 1, 2, 8))
     if dtype != "int8":  # whose numbers are what they are
-        with pytest.raises(ValueError, match=r"kv holds bytes.*name it, one of int8, float8_e4m3fn"):
+        with pytest.raises(ValueError, match=r"kv holds bytes.*does not name it: give one of int8, float8_e4m3fn"):
             pallas_kernels.paged_attention(q, pool.kv, *rows, kv_scale=pool.scale)
         with pytest.raises(ValueError, match="kv holds bytes"):
             pallas_kernels.paged_attention(q, pool.kv, *rows)

@@ -153,18 +153,20 @@ class _Joined(argparse.Action):
 
 
 def _origins(text: str) -> list[str]:
-    """Parses an origin, or several as vLLM takes them, a list in JSON."""
+    """Parses an origin, or several as vLLM takes them, a list in JSON; each as browsers write it."""
     try:
         found = json.loads(text) if text.startswith("[") else [text]
     except ValueError:
         found = [None]
     for origin in found:
-        if not isinstance(origin, str) or not re.fullmatch(r"\*|null|https?://[^/\s*]+", origin):
+        if not isinstance(origin, str) or not re.fullmatch(r"(?i)\*|null|https?://[^/\s*]+", origin):
             raise argparse.ArgumentTypeError(
                 f"{text[:80]!r} is no origin: write it as browsers do, such as https://example.com or "
                 "http://localhost:3000, without a path or a slash at its end, or '*' for all"
             )
-    return found
+    ports = {"https": ":443", "http": ":80"}  # which are left out
+    found = [origin.lower() for origin in found]
+    return [origin.removesuffix(ports.get(origin.partition(":")[0], "")) for origin in found]
 
 
 def _mean(text: str) -> float:

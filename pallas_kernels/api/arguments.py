@@ -53,7 +53,7 @@ def check_format(stored: StoredKV, head_dim: int) -> None:
     if not format.is_quantized:
         if stored.kv.dtype == jnp.uint8:
             raise ValueError(
-                f"kv holds bytes, of a quantized format, but kind names none: give one of {', '.join(QUANTIZED)}."
+                f"kv holds bytes of a quantized format, but kind= does not name it: give one of {', '.join(QUANTIZED)}."
             )
         return
     if stored.kv.dtype != format.storage_dtype:

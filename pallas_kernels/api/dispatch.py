@@ -61,12 +61,12 @@ def paged_attention(
 ):
     """Causal attention of a step's tokens over the blocks of their rows.
 
-    Query t of row s sits at position `lengths[s] - new[s] + t` and sees the keys at positions 0 to its own. Softmax and
-    accumulation are in float32. Blocks that a row does not own, places past its length and unused table entries
-    are never seen, whatever they hold. Padding gives output 0, and so does a token that sees nothing.
+    Query t of row s is at position `lengths[s] - new[s] + t` and sees the keys at positions 0 to its own. Softmax and
+    accumulation are in float32. Blocks that a row does not own, slots past its length and unused table entries
+    have no effect, NaN included. Padding gives output 0, and so does a token that sees nothing.
 
     `lengths[s]` may be less than `new[s]`, down to 0, where a row's last tokens are read elsewhere: a query at a
-    negative position sees nothing. That is not defined with `tree` or `spans`, which speak of the step's own tokens.
+    negative position sees nothing. That is undefined with `tree` or `spans`, which refer to the step's own tokens.
 
     Args:
       q: queries, `[S, T, H, D]` padded or `[N, H, D]` packed (see `offsets`).
@@ -76,50 +76,49 @@ def paged_attention(
       lengths: `i32[S]`, tokens of each row, this step's included.
       new: `i32[S]`, how many of them are this step's.
       offsets: `i32[S]`, non-decreasing, where each row's packed tokens start; default: `cumsum(new) - new`.
-      kv_scale: `[num_blocks + 1, 2, K, block_size]`, what the stored values are multiplied by (quantized pools); for
-        "int4" with one more axis of `ceil(D / 32)`, for "int4_g64" of `ceil(D / 64)`.
-      kind: how a quantized pool stores its numbers: "int8", "float8_e4m3fn", "float8_e5m2", "int4" or
-        "int4_g64"; see `pallas_kernels.common.quantization`. None: as they are.
+      kv_scale: `[num_blocks + 1, 2, K, block_size]`, the scales of a quantized pool; for "int4"
+        with one more axis of `ceil(D / 32)`, for "int4_g64" of `ceil(D / 64)`.
+      kind: the storage format of a quantized pool: "int8", "float8_e4m3fn", "float8_e5m2", "int4" or
+        "int4_g64"; see `pallas_kernels.common.quantization`. None: not quantized.
       rank: the pool is one of latent rows, `[num_blocks + 1, 1, K, block_size, D']`, of which the first `rank` numbers
         are the values too; then `scale` must be given, and the output is `[..., H, rank]`. Its `kv_scale` is
         `[num_blocks + 1, 1, K, block_size, 2]`, one scale for those numbers and one for the others; or, of rows whose
         keys stand behind the values, where queries are 0, `[num_blocks + 1, 2, K, block_size]`: what a row is
         multiplied by as keys, and what as values; for "int4" with one more axis of `ceil(rank / 32)`, for "int4_g64" of
         `ceil(rank / 64)`.
-      scale: what the logits are multiplied by, a float or a scalar array; default `D ** -0.5`.
+      scale: the factor of the logits, a float or a scalar array; default `D ** -0.5`.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; after `scale`.
       window: a token sees only the last `window` positions, its own included.
-      sink_tokens: with `window`, it sees the first so many positions of its row, too (StreamingLLM,
+      sink_tokens: with `window`, a token also sees this number of first positions of its row (StreamingLLM,
         https://arxiv.org/abs/2309.17453); blocks between are not read.
       sinks: `f32[H]`, one more logit per head in the softmax's denominator, without a value.
       mask: `bool[S, T, C]` padded or `bool[N, C]` packed, and-ed with causality: may the token see position c?
         Positions from C on are not seen.
-      alibi: `f32[H]`: from each logit, after `soft_cap`, this slope times the distance of the positions is taken.
-      spans: `i32[S, T]` or `i32[N]`: tokens of one row and one step with the same number see each other whatever their
-        order, window and chunk. 0: none. `mask` is and-ed after that. Kernels for TPU and GPU take those that stand one
-        after another; else XLA runs.
+      alibi: `f32[H]`, slopes: each logit is lowered by the slope times the distance of the positions, after `soft_cap`.
+      spans: `i32[S, T]` or `i32[N]`: tokens of one row and one step with the same number see each other,
+        regardless of order, window and chunk. 0: none. `mask` is and-ed after that. Kernels for TPU and GPU support
+        contiguous spans; else XLA runs.
       tree: `i32[S, T]` or `i32[N]`, each token's parent, counted from the row's first token of the step; anything but
         an earlier one is the context. A token sees the context, its ancestors and itself, and its position is that of
         the context's end plus its depth: it gets what it would get if only its ancestors were there.
-      causal: False: every query sees the whole row, whatever that holds; `new` counts queries, and none of the row's
-        tokens need be theirs (cross-attention).
-      blocks: `i32[S, n]`: of each row only these logical blocks are read, in increasing order with -1 behind them.
+      causal: False: every query sees all tokens of the row, and `new` counts queries (cross-attention).
+      blocks: `i32[S, n]`: read only these logical blocks of each row, in increasing order, padded with -1 at the end.
       chunk: a token at position p sees positions from `p // chunk * chunk` on. Not with `window`.
-      deterministic: a row's output and LSE are the same to the bit whatever the other rows, the table's width, T and
-        the numbers of blocks are, in one layout, dtype and implementation; also with a prompt that comes in pieces of
-        two tokens or more, in kernels for TPU without a window. A token that comes alone is computed as a decode step,
-        beside others too. Gradients are not the same. Kernels take no spans with it.
+      deterministic: in one layout, dtype and implementation, a row's output and LSE are the same to the bit for any
+        other rows, table width, T and block numbers, and for a prompt in one step or in pieces of two tokens or more
+        (kernels for TPU: without a window). A single token is computed as a decode step, in any batch. Gradients are
+        not the same to the bit. Kernels take no spans with it.
       shared: `i32[4, S]`, what `find_shared` found in these tables: rows that begin with the same blocks read them
         once. With `blocks`, `sink_tokens` and `deterministic` every row is read by itself, in kernels for TPU and GPU
         also with `window` and `chunk`.
       stripe: `i32[2]`, (number, count): of every block the pool holds one of `count` equal runs of tokens, this one;
         `block_size` in `kv` is a run's. The result is the attention over these tokens alone, for `merge_attention`.
         Decode steps in which a token sees its whole row run in any backend, others in XLA.
-      tokens: `i32[S, T, n]` or `i32[N, n]`: of its row each token sees only those at these positions that it would see
-        otherwise, each once; others, such as -1, are no tokens. Work and bytes go by n. Not with `mask`, `spans`,
-        `tree` or `blocks`. For kernels XLA brings the rows of each query together.
+      tokens: `i32[S, T, n]` or `i32[N, n]`: each token sees these positions of its row and no others, each once. A
+        position that it would not see otherwise is ignored, as is -1. Work and bytes go by n, not by the context. Not
+        with `mask`, `spans`, `tree` or `blocks`. XLA gathers the rows of each query for kernels.
       return_lse: also return the natural logarithm of the softmax's denominator, its sink included.
-      implementation: None picks the kernels of the platform, and XLA where they do not fit; a name insists.
+      implementation: None picks the kernels of the platform, and falls back to XLA; a name raises if it cannot.
 
     Returns:
       The output in `q`'s shape and dtype; with `return_lse` also `f32[S, T, H]` or `f32[N, H]`, -inf where nothing is

@@ -198,12 +198,12 @@ CALLS = {
     "more than T": (
         lambda c: append(c, (3, 2), [1, 3, 0]),
         ValueError,
-        "num_tokens asks for 3 tokens, but k and v have T = 2 places",
+        "num_tokens asks for 3 tokens, but k and v have T = 2 slots",
     ),
     "more than N": (
         lambda c: append(c, (4,), [1, 3, 1]),
         ValueError,
-        "num_tokens asks for 5 tokens, but k and v have N = 4 places",
+        "num_tokens asks for 5 tokens, but k and v have N = 4 slots",
     ),
     "packed without counts": (
         lambda c: append(c, (4,)),

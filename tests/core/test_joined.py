@@ -196,17 +196,17 @@ def test_which_kernels_read_it(platform):
     q = jax.ShapeDtypeStruct((ROWS, 1, HEADS, 64), jnp.bfloat16)
     in_pairs = jaxkv.explain(q, jaxkv.init(config.replace(join_kv=True)), platform=platform)
     assert in_pairs.implementation == {"tpu": "tpu", "cuda": "gpu"}.get(platform, "xla"), in_pairs.reason
-    assert "Two heads of 64 stand in one row of 128." in in_pairs.reason
+    assert "Two heads of 64 are stored in one row of 128." in in_pairs.reason
     choice = jaxkv.explain(q, jaxkv.init(config), platform=platform)
     int8 = config.replace(dtype="int8", block_size=128, max_seq_len=128)
     assert jaxkv.explain(q, jaxkv.init(int8), platform=platform).implementation == choice.implementation
     assert choice.implementation == {"tpu": "tpu"}.get(platform, "xla"), choice.reason
     assert platform != "cuda" or "join_kv=False" in choice.reason
-    assert "Keys and values of 64 stand in one row of 128." in choice.reason
+    assert "Keys and values of 64 are stored in one row of 128." in choice.reason
     int4 = int8.replace(dtype="int4")
     four_bits = jaxkv.explain(q, jaxkv.init(int4), platform=platform)
     assert four_bits.implementation == choice.implementation
-    assert "Keys and values of 64 in four bits stand in one row of 128." in four_bits.reason
+    assert "Keys and values of 64 in four bits are stored in one row of 128." in four_bits.reason
     unread = jaxkv.explain(q, jaxkv.init(int4.replace(join_kv=False)), platform=platform)
     assert unread.implementation == {"cuda": "gpu"}.get(platform, "xla"), unread.reason
     assert platform != "tpu" or "give the cache join_kv=True" in unread.reason

@@ -64,7 +64,7 @@ def test_a_failed_row_takes_part_in_nothing_until_it_is_freed(request_of):
     again = request_of(failed, [21, 20])
     assert (again.lengths[0], again.new[0], again.failed.tolist()) == (20, 0, [True, False])
     assert (np.asarray(again.tables[0].tables[0]) == np.asarray(failed.tables[0].tables[0])).all()
-    with pytest.raises(jaxkv.SequenceTooLong, match="More than max_seq_len"):
+    with pytest.raises(jaxkv.SequenceTooLong, match="The limit of max_seq_len"):
         jaxkv.check(again)
     out, _ = jaxkv.attention(*[jnp.ones((2, 20, 2, 8))] * 3, jaxkv.extend(failed, [1, 1]), layer=0)
     assert not np.asarray(out[0]).any() and np.asarray(out[1, 0]).any()

@@ -95,7 +95,7 @@ def test_rows_of_windows_go_on_beyond_max_seq_len():
     jaxkv.check(ends)
     jaxkv.check_invariants(ends)
     assert ends.lengths.tolist() == [210] and ends.blocks_in_use < 12
-    with pytest.raises(jaxkv.SequenceTooLong, match="More than max_seq_len = 40 tokens at once"):
+    with pytest.raises(jaxkv.SequenceTooLong, match="The limit of max_seq_len = 40 tokens at once"):
         jaxkv.check(jaxkv.extend(ends, [30]))
 
 
@@ -115,5 +115,5 @@ def test_a_row_ends_where_a_layer_keeps_all_of_it():
     layers = [jaxkv.LayerConfig(num_kv_heads=1, head_dim=8, window=window) for window in (8, None)]
     cache = jaxkv.init(jaxkv.CacheConfig(layers=layers, max_seqs=1, max_seq_len=64, num_blocks=8))
     cache = jaxkv.extend(cache, [64])
-    with pytest.raises(jaxkv.SequenceTooLong, match="More than max_seq_len = 64 tokens were asked for"):
+    with pytest.raises(jaxkv.SequenceTooLong, match="The limit of max_seq_len = 64 tokens would be exceeded"):
         jaxkv.check(jaxkv.extend(cache, [1]))

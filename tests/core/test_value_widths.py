@@ -198,7 +198,7 @@ def test_what_is_not_possible_is_said():
     on_gpu, on_tpu = (jaxkv.explain(heads, abstract, layer=0, platform=p) for p in ("cuda", "tpu"))
     assert on_gpu.implementation == "xla" and "not for having different widths" in on_gpu.reason
     assert on_tpu.implementation == "tpu"
-    assert "Values of 4 and keys of 6 stand in one row of 10." in jaxkv.explain(q, cache, layer=0).reason
+    assert "Values of 4 and keys of 6 are stored in one row of 10." in jaxkv.explain(q, cache, layer=0).reason
 
 
 def test_modules_and_configs_have_such_layers():

@@ -300,7 +300,9 @@ def test_what_does_not_go_together_is_refused():
     with pytest.raises(ValueError, match="evict= is for full-attention layers, and this model has none"):
         jaxkv.Engine(Tiny((3, 5)), evict=evict, **TIGHT)
     cache = jaxkv.init(jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=4, max_seqs=1, max_seq_len=8))
-    with pytest.raises(ValueError, match=r"must return floats \[1, 2, 8\] or \[1, 8\], what each token that layer 0"):
+    with pytest.raises(
+        ValueError, match=r"must return floats \[1, 2, 8\] or \[1, 8\], a score for each token that layer 0"
+    ):
         score_tokens(Eviction(lambda cache, layer: cache.lengths), cache, 0, {})
 
 

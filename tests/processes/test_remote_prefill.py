@@ -168,7 +168,7 @@ def test_bad_calls():
     with pytest.raises(ValueError, match="prefix_cache= and prefill= do not go together yet"):
         make_engine("127.0.0.1:1", prefix_cache=True)
     engine = jaxkv.Engine(Placed(jnp.zeros(()), Checksum(((7, 2),))), **ROOM)
-    with pytest.raises(ValueError, match="keep first tokens before a window"), engine.serve_prefill():
+    with pytest.raises(ValueError, match="keep sink tokens before a window"), engine.serve_prefill():
         pass
     anywhere = "address must name this host as the others reach it"
     with pytest.raises(ValueError, match=anywhere), make_engine(None).serve_prefill("0.0.0.0:0"):

@@ -92,7 +92,8 @@ def make_app(
             form = kind(body, text)
             options = read_options(body, defaults, form.default_tokens or most_tokens) | form.options()
             prompts = await take_turn(kind, size, http, form.prompts)
-            check_context(prompts, body, max_model_len)
+            if not engine.config.is_endless:  # else rows of windows alone go on beyond it
+                check_context(prompts, body, max_model_len)
             check_count(prompts, options, most_answers)
             check_told(prompts, options, form.told_per_token)
             for prompt in prompts:

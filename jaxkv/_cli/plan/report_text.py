@@ -164,7 +164,7 @@ def _tail(report: Report) -> str:
         f"{report.max_seq_len}. What does not fit waits, or is swapped to the host."
         + " Not one can: give max_seq_len less, or more memory."
         * (found.full_rows == 0),
-        "waste: places that stay empty in the last blocks of rows, on the average.",
+        "waste: slots that stay empty in the last blocks of rows, on average.",
         f"blocks: in layers that keep {groups}. tokens: in those that keep most." * several,
         _describe_devices(report) if report.devices.count > 1 else "",
         f"\nFor the cache with blocks of {found.config.block_size}:\n  jaxkv.CacheConfig.from_model(model, {call})",

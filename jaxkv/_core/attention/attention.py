@@ -449,10 +449,10 @@ def _describe_padding(layer: Layer) -> str:
     """Returns a sentence about how a layer's head_dim is stored; "" where it is stored as it is."""
     head_dim, stored = layer.layer_config.head_dim, layer.pool.kv.shape[-1]
     if words := layer.config.form(layer.number).description:
-        return f" {words} stand in one row of {stored}."
+        return f" {words} are stored in one row of {stored}."
     padded = layer.config.padded_head_dim(layer.number)
     if (v_head_dim := layer.layer_config.v_head_dim) is not None:
-        return f" Values of {v_head_dim} and keys of {head_dim} stand in one row of {stored}."
+        return f" Values of {v_head_dim} and keys of {head_dim} are stored in one row of {stored}."
     return "" if padded == head_dim else f" A head_dim of {head_dim} is stored as {padded}."
 
 

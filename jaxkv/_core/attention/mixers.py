@@ -291,7 +291,7 @@ def _open(
     token_axes = tuple(x.shape[: x.ndim - form.inner])
     if len(token_axes) not in (1, 2) or (len(token_axes) == 2 and token_axes[0] != found.rows):
         raise ValueError(
-            f"{form.shown} must be padded [{found.rows}, T, ...], with a place for every row of the cache, or packed "
+            f"{form.shown} must be padded to all rows of the cache, [{found.rows}, T, ...], or packed "
             f"[N, ...], but its shape is {list(x.shape)}."
         )
     check_plan(step, found.config, form.shown, token_axes)

@@ -134,7 +134,7 @@ def _rows(x: Any, counts: Any) -> tuple[jax.Array, jax.Array]:
         if wrong.size:
             row = int(wrong[0])
             raise ValueError(
-                f"counts must be from 0 to {x.shape[1]}, the places of a row, but row {row} has "
+                f"counts must be from 0 to {x.shape[1]}, the slots of a row, but row {row} has "
                 f"{show(given[row].item())}."
             )
     return x, counts

@@ -139,10 +139,10 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
     given = read_numbers("num_tokens", num_tokens)
     num_tokens = row_counts("num_tokens", given, cache.lengths.shape[0])
     if is_known(given):
-        places, most = ("T", given.max(initial=0)) if len(token_axes) == 2 else ("N", given.sum())
+        axis, most = ("T", given.max(initial=0)) if len(token_axes) == 2 else ("N", given.sum())
         if most > token_axes[-1]:
-            raise ValueError(f"num_tokens asks for {most} tokens, but k and v have {places} = {token_axes[-1]} places.")
-    # On the device more tokens than places make no sense, like a negative number, and are refused like one.
+            raise ValueError(f"num_tokens asks for {most} tokens, but k and v have {axis} = {token_axes[-1]} slots.")
+    # On the device more tokens than slots are invalid, like a negative number, and are refused like one.
     end = num_tokens if len(token_axes) == 2 else jnp.cumsum(jnp.clip(num_tokens, 0, token_axes[0] + 1))
     cache = extend(cache, jnp.where((num_tokens > 0) & (end > token_axes[-1]), -1, num_tokens))
     step = plan_step(cache, token_axes)

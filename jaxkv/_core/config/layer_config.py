@@ -80,7 +80,7 @@ class LayerConfig:
       num_kv_heads: KV heads, K in shapes.
       head_dim: elements per head, D in shapes; of keys alone with `v_head_dim`.
       v_head_dim: elements per head of values, where they are others: 128 beside keys of 192 in DeepSeek's heads. A
-        token's values and keys then stand in one row of the pool, and outputs are as wide as values.
+        token's values and keys are then stored in one row of the pool, and outputs are as wide as values.
       window: sliding window: a token attends to the last `window` positions, its own included; None: to all. Blocks
         that no later token can attend to are freed.
       sink_tokens: with `window`, the number of leading tokens of a row that stay and that every token attends to too

@@ -74,8 +74,8 @@ class Resumable(Closable):
           tokenizer: that of the requests that were submitted with one.
 
         Returns:
-          The requests that are not done, and those with tokens that were not handed out, in the order of submission;
-          each sample is a request. `step` and `run` hand out their next tokens.
+          The requests that are not done, and those with tokens that were not yielded, in the order of submission;
+          each sample is a request. `step` and `run` yield their next tokens.
 
         Raises:
           FileNotFoundError: no such file. DamagedFile: the file was truncated or changed. CacheFileError: it is of

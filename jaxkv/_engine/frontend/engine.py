@@ -342,7 +342,7 @@ class Engine(Servable, Resumable, Updatable):
             `rows.adapters`. With a prefix cache only requests of the same adapter share blocks; `PrefixCache` names it
             `adapter=str(number)`, and None for 0.
           stop: stop sequences, each a list of token ids, or text. The first that appears in the output ends the
-            request, and is not part of its `tokens`; no part of it is handed out before.
+            request, and is not part of its `tokens`; no part of it is returned before.
           include_stop: keep the stop sequence in `tokens` and `text`, and hold nothing back.
           tokenizer: the model's `jaxkv.text.Tokenizer`, for text in `stop` and for `Request.text`.
           on_token: called as `on_token(request, token)` with each token, and at the end with None, in the thread that

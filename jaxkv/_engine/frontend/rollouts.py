@@ -34,7 +34,7 @@ class Updatable(Closable):
           draft, prefill: the same for the engine's draft model, which else keeps its weights, and for the one that
             computes prompts, which must be given if there is one.
           restart: whether requests of which something was computed begin anew from their prompts. `run` and `step`
-            hand out their tokens once more, and iterators that were under way raise RuntimeError.
+            yield their tokens once more, and iterators in progress raise RuntimeError.
 
         Raises:
           ValueError: another model; the first leaf that differs is named. Nothing has changed then.
@@ -145,7 +145,7 @@ class Updatable(Closable):
             )
 
     def restore(self) -> None:
-        """Takes the memory again that `release` gave back; requests go on. Does nothing if it was not released."""
+        """Allocates the memory that `release` freed; requests continue. Does nothing if it was not released."""
         with self._exclusive(is_brief=True):
             if isinstance(self._core, LockstepCores):
                 self._core.restore()

@@ -129,7 +129,7 @@ class Servable(Closable):
         if evicts or any(layer.evict or layer.sink_tokens for layer in layers):
             raise ValueError(
                 "serve_prefill sends rows that hold all tokens or a window of them, and rows of this engine evict, or "
-                "keep first tokens before a window: compute their prompts where they are decoded."
+                "keep sink tokens before a window: compute their prompts where they are decoded."
             )
         model = self._core.name_model()
         with contextlib.nullcontext() if self.is_served else self.serve():

@@ -150,8 +150,8 @@ def score_tokens(eviction: Eviction, row_cache: Cache, layer: int, options: dict
     if shape not in ((1, heads, places), (1, places)) or not jnp.issubdtype(dtype, jnp.floating):
         given = type(found).__name__ if shape is None else f"{dtype}{list(shape)}"
         raise ValueError(
-            f"{eviction.name} must return floats [1, {heads}, {places}] or [1, {places}], what each token that layer "
-            f"{layer} holds of a row is worth, not {given}."
+            f"{eviction.name} must return floats [1, {heads}, {places}] or [1, {places}], a score for each token that "
+            f"layer {layer} holds of a row, not {given}."
         )
     found = found.astype(jnp.float32)
     if found.ndim == 2 and row_cache.config.layers[layer].evict == "head":

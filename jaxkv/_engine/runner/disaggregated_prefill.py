@@ -244,9 +244,9 @@ def check_prefill(prefill: Any, model: Any, **others: Any) -> None:
     if not is_address:
         _check_model(prefill, model)
     reasons = {
-        "prefix_cache": "a prefix cache would have to lie where prompts are computed",
+        "prefix_cache": "the prefix cache would have to be where prompts are computed",
         "evict": "the queries that scores ask for would have to be sent, too",
-        "sink_tokens": "of rows that keep first tokens before a window blocks are sent from one place on",
+        "sink_tokens": "rows with sink tokens cannot be sent, since their blocks are not contiguous",
     }
     others["sink_tokens"] = any(layer.sink_tokens for layer in model.layer_configs)
     others["evict"] = others["evict"] or any(layer.evict for layer in model.layer_configs)

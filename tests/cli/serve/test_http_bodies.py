@@ -1,10 +1,12 @@
 """What the server reads of a request's body, and what it refuses by a sentence."""
 
 import json
+import types
 
 import pytest
-from http_server import QUESTIONS, ask, httpx
+from http_server import QUESTIONS, ask, httpx, listen
 
+from jaxkv._cli.http.app import make_app
 from jaxkv._cli.http.openai_format import MOST_LOGPROBS, ChatCompletion, Completion, read_options
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # sockets that a client leaves
@@ -262,3 +264,20 @@ def test_of_several_prompts_the_one_that_is_too_long_is_named(served):
     body = {"prompt": ["a", "x" * 250, "b"], "max_tokens": 10}
     found = httpx.post(served[2] + "/v1/completions", json=body)
     assert found.status_code == 400 and "prompt[1] has 251 tokens" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_endless", [False, True])
+def test_rows_of_windows_go_on_beyond_the_context(served, is_endless):
+    """The engine of a model whose layers all have windows cuts nothing."""
+
+    def submit(prompt, **options):
+        raise ValueError(f"submitted {len(prompt)} and {options['max_new_tokens']}")
+
+    config = types.SimpleNamespace(max_seq_len=8, max_seqs=1, is_endless=is_endless)
+    engine = types.SimpleNamespace(config=config, max_waiting=None, vocab_size=260, submit=submit)
+    with listen(make_app(engine, served[1], ["tiny"])) as url:
+        for length, count in ((5, 4), (9, 1), (5, 3)):
+            found = httpx.post(url + "/v1/completions", json={"prompt": [5] * length, "max_tokens": count})
+            is_refused = not is_endless and length + count > 8
+            told = f"has {length} tokens" if is_refused else f"submitted {length} and {count}"
+            assert found.status_code == 400 and told in found.json()["error"]["message"]

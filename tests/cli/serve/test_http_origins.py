@@ -102,6 +102,9 @@ def test_the_command_reads_origins_as_vllm_s_does(capsys):
         PAGE, "http://localhost:3000", "null",
     ]  # fmt: skip
     assert read_origins("--allowed-origins", f'["{PAGE}", "*"]', "--port", "1") == [PAGE, "*"]
+    as_typed = ["HTTPS://Page.Example:443", "http://localhost:80", "https://localhost:80", "http://[::1]:3000"]
+    as_sent = [PAGE, "http://localhost", "https://localhost:80", "http://[::1]:3000"]
+    assert read_origins("--allowed-origins", *as_typed) == as_sent, "as browsers write them"
     for wrong in ("page.example", PAGE + "/", PAGE + "/chat", '["https://a.example"', "[5]", "https://", "file://x"):
         with pytest.raises(SystemExit):
             read_origins("--allowed-origins", wrong)
