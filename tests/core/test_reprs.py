@@ -114,6 +114,31 @@ def test_what_was_donated_says_so(config):
             function(cache)
 
 
+READ_POOLS = {
+    "attention": lambda c, x: jaxkv.attention(x, x, x, c, layer=0),
+    "attend": lambda c, x: jaxkv.attend(x, c, layer=0),
+    "write with a layer": lambda c, x: jaxkv.write(c.layers[0], x, x),
+    "gather": lambda c, x: jaxkv.gather(c, 0, layer=0),
+    "extend": lambda c, x: jaxkv.extend(c, [1, 1]),
+    "fork": lambda c, x: jaxkv.fork(c, 0, 1),
+    "append": lambda c, x: jaxkv.append(c, x[None], x[None]),
+    "swap_out": lambda c, x: jaxkv.swap_out(c, 0),
+    "save": lambda c, x: jaxkv.save("file", c),
+    "send": lambda c, x: jaxkv.send(c, 0, to=c),
+}
+
+
+@pytest.mark.parametrize("name", READ_POOLS)
+def test_whatever_shares_pools_with_what_was_donated_says_so(name):
+    """free outside of jit returns other tables and the same pools."""
+    cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig(layers=(FULL,), num_blocks=8, **SIZES)), [1, 1])
+    after = jaxkv.free(cache, [1])
+    jax.jit(lambda cache: jaxkv.extend(cache, jnp.array([1, 1])), donate_argnames="cache")(after)
+    says = r"This (cache|layer) shares its pools with a cache that was donated: .* copy one before: jax\.tree\.map"
+    with pytest.raises(ValueError, match=says):
+        READ_POOLS[name](cache, jnp.ones((2, 1, 2, 8)))
+
+
 READERS = {
     "attention": lambda c, x: jaxkv.attention(x, x, x, c, layer=0),
     "attend": lambda c, x: jaxkv.attend(x, c, layer=0),

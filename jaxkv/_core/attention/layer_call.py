@@ -13,7 +13,7 @@ from jaxkv._core.state.head_rows import HEAD_ROW_FIELDS
 from jaxkv._core.state.shard_local import find_head_shard
 from jaxkv._core.state.sharding import POOL, WHOLE
 from jaxkv._core.state.state import Layer
-from jaxkv._core.state.state_repr import check_living
+from jaxkv._core.state.state_repr import check_living, check_pools
 from jaxkv._core.state.state_slots import StateLayer
 
 
@@ -100,10 +100,12 @@ def is_layer(cache: Any, layer: Any, kind: type[Layer] | type[StateLayer], hint:
         if layer is not None:
             raise ValueError(f"layer={layer} is for a cache, but this is one of its layers: leave it out.")
         check_living("layer", cache.tables.lengths)
+        check_pools("layer", (getattr(cache, "pool", None),))
         return True
     if not isinstance(cache, Cache):
         raise ValueError(f"cache must be a jaxkv.Cache or one of its layers, not {type(cache).__name__}.{hint}")
     check_living("cache", cache.tables[0].lengths)
+    check_pools("cache", cache.pools)
     if layer is None:
         raise ValueError("layer must say which of the cache's layers is meant, unless one of cache.layers is given.")
     return False

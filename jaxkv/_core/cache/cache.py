@@ -17,7 +17,7 @@ from jaxkv._core.config.kv_packing import stack_kv
 from jaxkv._core.config.validation import show
 from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
 from jaxkv._core.state.state import BlockTables, Layer, Pool
-from jaxkv._core.state.state_repr import check_living
+from jaxkv._core.state.state_repr import check_living, check_pools
 from jaxkv._core.state.state_slots import NULL_SLOT, StateLayer, StateSlots
 from jaxkv._core.state.static_fields import register_export
 
@@ -29,6 +29,7 @@ def check_cache(cache: Any, *, may_be_donated: bool = False) -> None:
         raise ValueError(message or f"cache must be a Cache, as jaxkv.init makes one, not {show(cache)}.")
     if not may_be_donated:
         check_living("cache", cache.tables[0].lengths)
+        check_pools("cache", cache.pools)
 
 
 @register_export
@@ -43,7 +44,7 @@ class Cache(Views):
       state_slots, states: where the states of rows are, and the states, for recurrent layers.
       config: the sizes of the cache; static.
 
-    An older cache stays valid unless it was donated:
+    An older cache stays valid unless it, or a cache that shares its pools, was donated:
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)

@@ -20,6 +20,19 @@ def check_living(what: str, array: Any) -> None:
         raise ValueError(f"This {what} was {DONATED}.")
 
 
+def check_pools(what: str, pools: Any) -> None:
+    """Raises ValueError if pools, of the cache or layer that `what` names, were donated with another cache.
+
+    Functions that change only tables return a cache with the same pools: to donate that one deletes both.
+    """
+    first = next((pool for pool in pools if pool is not None), None)  # a donated cache has lost all of its pools
+    if first is not None and _is_deleted(first.kv):
+        raise ValueError(
+            f"This {what} shares its pools with a cache that was {DONATED}. To keep both, copy one before: "
+            "jax.tree.map(jnp.copy, cache)."
+        )
+
+
 def _is_deleted(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
