@@ -259,6 +259,16 @@ def lose_parts(parts: jax.Array, unit: jax.Array | np.ndarray | np.float32) -> j
     return jnp.round(read_level(_count_levels_below(parts, unit)) * unit) - parts
 
 
+def pick_level(parts: jax.Array, unit: np.float32) -> jax.Array:
+    """Returns the level that is nearest to each size, in whole parts, for a unit that is known beforehand: `lose_parts`
+    in fewer operations."""
+    levels = [np.round(np.float32(level) * unit) for level in LEVELS_ABOVE_0]
+    found = jnp.full_like(parts, levels[0])
+    for (low, high), level in zip(itertools.pairwise(LEVELS_ABOVE_0), levels[1:], strict=True):
+        found = jnp.where(parts > np.float32((low + high) / 2) * unit, level, found)
+    return found
+
+
 def find_least_at_once(parts: jax.Array, is_entry: jax.Array) -> jax.Array:
     """Returns, of groups `[..., entries]`, which of `UNITS_TRIED` loses least, the first of several: `i32[...]`."""
     units = UNITS_TRIED.reshape(*[1] * (parts.ndim - 1), -1, 1)

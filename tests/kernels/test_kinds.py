@@ -23,6 +23,7 @@ from pallas_kernels.common.quantization import (
     find_least_at_once,
     find_least_in_turn,
     lose_parts,
+    pick_level,
 )
 from pallas_kernels.testing import Case
 from pallas_kernels.xla import int8_product as digits
@@ -89,6 +90,13 @@ def test_scales_tried_in_turn_and_at_once_are_the_same():
     at_once, in_turn = (np.asarray(jax.jit(f)(parts, is_entry)) for f in (find_least_at_once, find_least_in_turn))
     np.testing.assert_array_equal(at_once, in_turn)
     assert len(np.unique(at_once)) == len(SCALES_TRIED)
+
+
+@pytest.mark.parametrize("unit", UNITS_TRIED)
+def test_levels_of_a_known_unit(unit):
+    """A kernel picks them from a table, to the bit."""
+    entries = jnp.arange(round(SCALE_PARTS * LEVELS_ABOVE_0[-1] / PART) + 1, dtype=jnp.float32)
+    np.testing.assert_array_equal(pick_level(entries, unit) - entries, lose_parts(entries, unit))
 
 
 @pytest.mark.parametrize("kind", ["int4", "int4_g64"])

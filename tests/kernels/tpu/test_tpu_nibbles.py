@@ -35,6 +35,16 @@ def test_a_kernel_encodes_four_bits_as_xla_does(kind, head_dim):
     np.testing.assert_array_equal(np.stack(scales, axis=-1), scale.astype(np.float32))
 
 
+@pytest.mark.parametrize("size", [32, 64])
+def test_squares_are_summed_exactly(size):
+    """Whole numbers of up to 18 bits, by products of numbers of 8."""
+    most = 378**2  # parts that a level misses: of the last one, by the least of the scales tried
+    x = np.random.default_rng(0).integers(0, most + 1, (4, 8, 128))
+    x[0], x[1] = most, 2**16 + 2**8 + 1
+    sums = np.repeat(x.reshape(4, 8, -1, size).sum(axis=-1), size, axis=-1)
+    np.testing.assert_array_equal(nibbles._sum_lanes(x.astype(np.float32), size), sums)
+
+
 def test_a_kernel_reads_four_bits():
     """Every byte: its keys and its values, tokens of even places before the others."""
     rows = np.arange(256, dtype=np.uint8).reshape(128, 2).repeat(64, axis=1)
