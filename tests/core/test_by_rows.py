@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from nightly import NIGHTLY
+from steps import gather_row
 from test_shards import MOVES, assert_same, step, tokens
 
 import jaxkv
@@ -81,7 +82,7 @@ def held(cache, row):
     """A row's keys and values, layer by layer."""
     if isinstance(cache, jaxkv.RowShards):
         cache, row = cache.shards[row // ONE.max_seqs], row % ONE.max_seqs
-    return [x for layer in range(CONFIG.num_layers) for x in jaxkv.gather(cache, row, layer=layer)]
+    return [x for layer in range(CONFIG.num_layers) for x in gather_row(cache, row, layer)]
 
 
 def test_each_device_computes_as_if_it_were_alone(tmp_path):

@@ -1,6 +1,7 @@
 """A model's step, as far as a cache sees it."""
 
 import jax
+import numpy as np
 
 import jaxkv
 
@@ -26,3 +27,13 @@ def model_step(cache, q, k, v, num_tokens):
 def on_device(cache):
     """The cache on a device by name, as what comes back from the host is: else each program is compiled for either."""
     return jax.device_put(cache, jax.devices()[0])
+
+
+_gather = jax.jit(jaxkv.gather, static_argnames=("layer", "max_len"))
+
+
+def gather_row(cache, row, layer):
+    """Returns what `gather` returns of a row, in NumPy. One program serves rows of all lengths."""
+    found = _gather(cache, row, layer=layer, max_len=cache.config.max_seq_len)
+    count = np.asarray(cache.layer(layer).held)[row].max()
+    return tuple(np.asarray(x)[:count] for x in found)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from steps import on_device
+from steps import gather_row, on_device
 
 import jaxkv
 
@@ -60,7 +60,7 @@ def assert_holds(cache, row, tokens, window=None, first=0):
     jaxkv.check_invariants(cache)
     assert int(cache.lengths[row]) == len(tokens)
     for layer in range(cache.num_layers):
-        k, v = jaxkv.gather(cache, row, layer=layer)
+        k, v = gather_row(cache, row, layer)
         seen = np.arange(len(tokens))
         seen = seen[(seen > len(tokens) - window) | (seen < first)] if layer == 0 and window else seen
         expected = np.broadcast_to(contents(tokens)[:, None, None], k.shape)[seen]

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
+from steps import gather_row
 
 import jaxkv
 from jaxkv import LayerConfig, testing
@@ -54,7 +55,7 @@ def tokens(cache, row):
     seen = []
     for layer, one in enumerate(cache.config.layers):
         first = 0 if one.window is None else max(0, int(cache.lengths[row]) - one.window + 1)
-        seen += [np.asarray(x)[first:] for x in jaxkv.gather(cache, row, layer=layer)]
+        seen += [x[first:] for x in gather_row(cache, row, layer)]
     return seen
 
 

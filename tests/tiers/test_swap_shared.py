@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from nightly import NIGHTLY, skip_by_day
-from steps import on_device
+from steps import gather_row, on_device
 
 import jaxkv
 from jaxkv import LayerConfig
@@ -57,7 +57,7 @@ def forks(name, length=22, **fields):
 
 
 def contents(cache, row):
-    return [jax.tree.map(np.asarray, jaxkv.gather(cache, row, layer=i)) for i in range(cache.num_layers)]
+    return [gather_row(cache, row, i) for i in range(cache.num_layers)]
 
 
 def assert_same(actual, expected):
