@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from nightly import NIGHTLY
-from steps import on_device
+from steps import gather_row, on_device
 
 import jaxkv
 from jaxkv.testing import assert_no_copy, permute_blocks, poison
@@ -148,13 +148,13 @@ def test_attention_of_a_step(kind):
 def test_rows_go_wherever_others_go(kind, tmp_path):
     """Fork, truncate, swap, the prefix index by way of the host, save and load in other blocks, other block numbers."""
     cache = filled(kind)
-    rows = {row: [jaxkv.gather(cache, row, layer=layer)[0] for layer in (0, 2)] for row in (0, 1)}
+    rows = {row: [gather_row(cache, row, layer)[0] for layer in (0, 2)] for row in (0, 1)}
 
     def holds(cache, row, source, length):
         jaxkv.check(cache)
         jaxkv.check_invariants(cache)
         for layer in (0, 2):
-            equal(jaxkv.gather(cache, row, layer=layer)[0], rows[source][layer // 2][:length])
+            equal(gather_row(cache, row, layer)[0], rows[source][layer // 2][:length])
 
     forked = jaxkv.truncate(jaxkv.fork(cache, 0, 2), [9, 4, 7])
     holds(forked, 2, 0, 7)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from steps import gather_row
 
 import jaxkv
 import jaxkv.linen
@@ -62,7 +63,7 @@ def assert_same_tokens(cache, rows=((0, 0), (1, 1)), atol=0.0):
         for row, of in rows:
             length = int(LENGTHS[of])
             first = 0 if window is None else max(0, length + 1 - window)
-            for found, wanted in zip(jaxkv.gather(cache, row, layer=layer), (k, v), strict=True):
+            for found, wanted in zip(gather_row(cache, row, layer), (k, v), strict=True):
                 np.testing.assert_allclose(found[first:], wanted[of, first:length], atol=atol, rtol=0)
 
 
@@ -211,10 +212,10 @@ def test_modules_and_configs_have_such_layers():
         )
     )
     module = jaxkv.linen.Attention(**sizes)
-    variables = module.init(jax.random.key(0), x)
+    variables = jax.jit(module.init)(jax.random.key(0), x)
     layers = {
         "nnx": jaxkv.nnx.Attention(16, **sizes, rngs=nnx.Rngs(0)),
-        "linen": functools.partial(module.apply, variables),
+        "linen": jax.jit(functools.partial(module.apply, variables)),
     }
     for name, layer in layers.items():
         y, _ = layer(x, jaxkv.extend(cache, [5, 5]))
@@ -240,10 +241,11 @@ def test_a_decoder_has_such_layers():
     assert count_parameters(config) == sum(x.size for x in jax.tree.leaves(nnx.state(model)))
     cache = jaxkv.init(jaxkv.CacheConfig.from_model(model, max_seqs=1, max_seq_len=8))
     tokens = jnp.arange(5)[None]
-    logits, _ = model(tokens, jaxkv.extend(cache, [5]))
+    step = jax.jit(lambda tokens, cache: model(tokens, cache))
+    logits, _ = step(tokens, jaxkv.extend(cache, [5]))
     by_one = []
     for i in range(5):
-        one, cache = model(tokens[:, i : i + 1], jaxkv.extend(cache, [1]))
+        one, cache = step(tokens[:, i : i + 1], jaxkv.extend(cache, [1]))
         by_one.append(one)
     np.testing.assert_allclose(jnp.concatenate(by_one, axis=1), logits, atol=1e-5)
 
