@@ -202,7 +202,7 @@ def test_a_cpu_multiplies_states_by_one_vector_after_another(platform):
 
 def test_inverses_hold_where_keys_repeat():
     lower = jnp.tril(jnp.full((2, 64, 64), 1.9, jnp.float32), -1)
-    product = invert(lower) @ (lower + jnp.eye(64, dtype=jnp.float32)[None])
+    product = jax.jit(invert)(lower) @ (lower + jnp.eye(64, dtype=jnp.float32)[None])
     np.testing.assert_allclose(product, np.broadcast_to(np.eye(64), (2, 64, 64)), atol=1e-4)
 
 

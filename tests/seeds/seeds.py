@@ -36,7 +36,7 @@ def counts(*numbers):
 def filled(layout="paged", lengths=(9, 0, 4)):
     """A cache of rows of these lengths, and what was put into it."""
     k, v = random_kv(max(lengths))
-    return jaxkv.append(jaxkv.init(make_config(layout)), k, v, counts(*lengths)), k, v
+    return jax.jit(jaxkv.append)(jaxkv.init(make_config(layout)), k, v, counts(*lengths)), k, v
 
 
 def step(cache, q, k, v, num_tokens):
