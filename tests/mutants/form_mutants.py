@@ -53,7 +53,7 @@ MUTANTS = {
     ),
     "half of what a test spoils is left": (
         "test_a_head_dim_that_leaves_padding_behind_the_row",
-        Plant("poison", "cache.config.form(stack[0]).row_shape(2, 2)", "(cache.layer_config(stack[0]).head_dim,)"),
+        Plant("_poison", "cache.config.form(stack[0]).row_shape(2, 2)", "(cache.layer_config(stack[0]).head_dim,)"),
     ),
     "pairs sent as a head's keys and values": (
         "test_the_next_token_sees_the_same",
