@@ -152,7 +152,7 @@ def test_a_row_takes_blocks_of_its_heads_devices_alone():
     cache = jaxkv.extend(jaxkv.evict(cache, keep, layer=0), [0, 1, 0])
     assert cache.tables[0].num_free.tolist() == [6, 0] and cache.failed.tolist() == [False, True, False]
     says = (
-        r"Row 1 \(0 tokens, 0 blocks\) needs 2 more blocks for 1 tokens, but 0 of 6 blocks are free on one of 2 devices"
+        r"Row 1 \(0 tokens, 0 blocks\) needs 2 more blocks for 1 token, but 0 of 6 blocks are free on one of 2 devices"
     )
     with pytest.raises(jaxkv.OutOfBlocks, match=says):
         jaxkv.check(cache)

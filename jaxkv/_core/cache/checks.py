@@ -97,9 +97,8 @@ def check(cache: Cache) -> None:
     is_late = all(needed[r] <= num_free for r in rows)  # blocks have been freed since
     need = "needed" if is_late else "needs"
     needs = _list(
-        f"row {r} ({tables.lengths[r]} tokens, {_count(row_blocks[r], 'block')}) {need} "
-        f"{_count(needed[r], 'more block')} for "
-        f"{tables.wanted[r]} tokens"
+        f"row {r} ({_count(tables.lengths[r], 'token')}, {_count(row_blocks[r], 'block')}) {need} "
+        f"{_count(needed[r], 'more block')} for {_count(tables.wanted[r], 'token')}"
         for r in rows
     )
     free = f"{'only now ' * is_late}{num_free} of {num_blocks} blocks {'is' if num_free == 1 else 'are'} free"
