@@ -30,6 +30,7 @@ from pallas_kernels.tpu.pages import (
 )
 from pallas_kernels.tpu.quantize import encodable, quantize, scales_along_lanes, scales_as_given
 
+FEW_TOKENS = 8  # a register's
 PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
 RING_BYTES = 24 * 2**20  # of vector memory
 SLOTS = 8  # pages in flight
@@ -236,7 +237,14 @@ def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_
         pl.when((entry >= 0) & (entry < count))(lambda: pl.when(blocks[entry] > 0)(lambda: do(entry)))
 
     def store(entry, slot):
-        some = PAGE_TOKENS
+        if not nibbles.has_groups(stored):
+            return store_pieces(entry, slot, PAGE_TOKENS)
+        # Codes of four bits are searched for: of a few tokens in pieces of a register, of many where none waits.
+        few = ends[entry] - begins[entry] <= FEW_TOKENS
+        pl.when(few)(lambda: store_pieces(entry, slot, FEW_TOKENS))
+        pl.when(~few)(lambda: store_pieces(entry, slot, PAGE_TOKENS))
+
+    def store_pieces(entry, slot, some):
         for first in range(0, page_size, some):  # of a long page what is new, no more
 
             @pl.when((begins[entry] < first + some) & (ends[entry] > first))

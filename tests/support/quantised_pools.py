@@ -25,7 +25,11 @@ WRITES = [
     Case((131, 0, 128), (5, 0, 128), 2, 1, 136, rank=72, packed=True, padding=3, **LATENT),
     Case((131, 0, 128), (5, 0, 128), 6, 3, 80, rank=40, packed=True, padding=3, **JOINED),
 ]
-NIBBLE_WRITES = [Case((131, 0, 128), (5, 0, 128), 6, 2, 256, rank=128, packed=True, padding=3, **NIBBLES)]
+NIBBLE_WRITES = [
+    Case((131, 0, 128), (5, 0, 128), 6, 2, 256, rank=128, packed=True, padding=3, **NIBBLES),
+    # Runs of as many tokens as are encoded at once where there are few, and of one more; over such a piece's edge.
+    Case((136, 20, 13, 250), (8, 9, 8, 1), 2, 1, 256, rank=128, packed=True, **NIBBLES),
+]
 
 
 def stored(case, kind):
