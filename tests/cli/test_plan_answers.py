@@ -99,9 +99,14 @@ def test_a_suggestion_is_no_longer_than_a_row_can_get(tmp_path, capsys):
 def test_formats_that_differ_in_their_scales_are_not_listed_as_one(monkeypatch):
     finer = dataclasses.replace(FORMATS["int4"], name="finer", group_size=16)
     monkeypatch.setitem(FORMATS, "finer", finer)
-    kinds = _kinds(None)
-    assert ["int4"] in kinds and ["finer"] in kinds
+    of_heads = {
+        n: types.SimpleNamespace(layer_configs=[jaxkv.LayerConfig(num_kv_heads=2, head_dim=n)]) for n in (32, 64)
+    }
+    kinds = _kinds(None, of_heads[64])
+    assert ["int4"] in kinds and ["int4_g64"] in kinds and ["finer"] in kinds
     assert ["int8", "float8_e4m3fn", "float8_e5m2"] in kinds and ["bfloat16", "float16"] in kinds
+    assert ["int4_g64"] not in _kinds(None, of_heads[32])  # a scale per head, as int4
+    assert _kinds(["int4", "int4_g64"], of_heads[32]) == [["int4"], ["int4_g64"]]
 
 
 def test_what_no_kernel_reads_is_marked(tmp_path, capsys):

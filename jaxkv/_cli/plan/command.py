@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.shapes:
         return _compare(planner, devices)
     if arguments.memory is None and chip is None:
-        needs = planner.needs(devices, _kinds(arguments.dtype))
+        needs = planner.needs(devices, _kinds(arguments.dtype, config))
         print(
             json.dumps(report_json.needs_as_json(needs), indent=1)
             if arguments.json
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0
     sizes = arguments.block_size or [size for size in BLOCK_SIZES if size % devices.context == 0] or BLOCK_SIZES[-1:]
-    report = planner.report(devices, _kinds(arguments.dtype), sizes)
+    report = planner.report(devices, _kinds(arguments.dtype, config), sizes)
     print(json.dumps(report_json.as_json(report), indent=1) if arguments.json else report_text.as_text(report))
     return 0
 
@@ -185,7 +185,7 @@ def _compare(planner: _Planner, devices: Devices) -> int:
     found, why = [], ""
     for shape in shapes_of(devices.count, planner.config):
         try:
-            report = planner.report(shape, _kinds(arguments.dtype)[:1], arguments.block_size or (None,))
+            report = planner.report(shape, _kinds(arguments.dtype, planner.config)[:1], arguments.block_size or (None,))
             found.append((device_contents(report), report.step))
         except ValueError as error:
             why = str(error)
@@ -215,13 +215,19 @@ def _lengths(file: pathlib.Path) -> list[int]:
     return [int(word) for word in words]
 
 
-def _kinds(names: list[str] | None) -> list[list[str]]:
-    """Groups the dtypes that take the same memory."""
+def _kinds(names: list[str] | None, config: Any) -> list[list[str]]:
+    """Groups the dtypes that take the same memory. Where heads are no wider than a group of entries, larger groups save
+    nothing: unless they are named, those dtypes are left out."""
+    head_dims = sorted({layer.head_dim for layer in config.layer_configs if not layer.is_recurrent})
     kinds: dict[Any, list[str]] = {}
+    seen = set()
     for name in names or FORMATS:
         format = FORMATS[name]
         scales = (format.group_size, format.scale_dtype.itemsize) if format.is_quantized else None
-        kinds.setdefault((format.bytes_per_element, scales), []).append(name)
+        memory = format.bytes_per_element, tuple(map(format.scale_axes, head_dims))
+        if names or format.group_size is None or memory not in seen:
+            kinds.setdefault((format.bytes_per_element, scales), []).append(name)
+        seen.add(memory)
     return list(kinds.values())
 
 
