@@ -28,7 +28,9 @@ FLOAT32 = np.dtype("float32")
 TINY = 1e-8  # where the largest number is below this, it is taken for this
 CUBIC = 140  # what is added to the square of a code and a half; see `read_level`
 LEVELS_ABOVE_0 = tuple(half * (half * half + CUBIC) for half in (n + 0.5 for n in range(8)))  # of four bits; those
-# below are the same. Scales are chosen by whole numbers instead: so many parts, of which the last level has 126.
+# below are the same. Above each bar the next level is the nearest.
+BARS = tuple((low + high) / 2 for low, high in itertools.pairwise(LEVELS_ABOVE_0))
+# Scales are chosen by whole numbers instead: so many parts, of which the last level has 126.
 PART = LEVELS_ABOVE_0[-1] / 126
 # Of four bits: parts, of `SCALE_PARTS`, of the scale by which a group's largest number would be the last level.
 SCALES_TRIED, SCALE_PARTS = range(17, 25), 20
@@ -245,8 +247,7 @@ def _round_to_int8(x: jax.Array) -> jax.Array:
 
 def _count_levels_below(size: jax.Array, unit: jax.Array | np.ndarray | np.float32) -> jax.Array:
     """Returns the code, `i32` in 0 to 7, of the level above 0 that is nearest to `size / unit`."""
-    bars = [(low + high) / 2 for low, high in itertools.pairwise(LEVELS_ABOVE_0)]
-    return functools.reduce(jnp.add, ((size > bar * unit).astype(jnp.int32) for bar in bars))
+    return functools.reduce(jnp.add, ((size > bar * unit).astype(jnp.int32) for bar in BARS))
 
 
 def count_parts(size: jax.Array, scale: jax.Array) -> jax.Array:
@@ -262,10 +263,10 @@ def lose_parts(parts: jax.Array, unit: jax.Array | np.ndarray | np.float32) -> j
 def pick_level(parts: jax.Array, unit: np.float32) -> jax.Array:
     """Returns the level that is nearest to each size, in whole parts, for a unit that is known beforehand: `lose_parts`
     in fewer operations."""
-    levels = [np.round(np.float32(level) * unit) for level in LEVELS_ABOVE_0]
-    found = jnp.full_like(parts, levels[0])
-    for (low, high), level in zip(itertools.pairwise(LEVELS_ABOVE_0), levels[1:], strict=True):
-        found = jnp.where(parts > np.float32((low + high) / 2) * unit, level, found)
+    first, *others = (np.round(np.float32(level) * unit) for level in LEVELS_ABOVE_0)
+    found = jnp.full_like(parts, first)
+    for bar, level in zip(BARS, others, strict=True):
+        found = jnp.where(parts > np.float32(bar) * unit, level, found)
     return found
 
 

@@ -30,18 +30,9 @@ TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of k
 TILE_PRODUCTS = ((128, 4096), (256, 2048))
 
 
-def attend(
-    q,
-    stored: StoredKV,
-    batch: PagedBatch,
-    mask: MaskSpec,
-    options: SoftmaxOptions,
-    *,
-    interpret=False,
-    step_tokens=None,
-):
-    """Attention of a step whose keys and values are in the pool."""
-    return attend_to_new(q, None, stored, batch, mask, options, interpret=interpret, step_tokens=step_tokens)[0]
+def attend(q, *step, **own):
+    """Attention of a step whose keys and values are in the pool; arguments as of `attend_to_new`."""
+    return attend_to_new(q, None, *step, **own)[0]
 
 
 def attend_to_new(

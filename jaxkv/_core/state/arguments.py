@@ -88,9 +88,13 @@ def row_indices(name: str, x: Any, rows: int) -> jax.Array:
 def distinct_rows(name: str, x: Any, rows: int) -> np.ndarray:
     """Returns `x`, known on the host, as row indices without duplicates. Raises IndexError, ValueError."""
     indices = np.asarray(row_indices(name, require_host(name, x), rows))
-    if len(set(indices.tolist())) != len(indices):
-        raise ValueError(f"{name} names a row twice: {indices.tolist()}.")
+    _refuse_duplicates(name, indices)
     return indices
+
+
+def _refuse_duplicates(name: str, indices: np.ndarray, hint: str = "") -> None:
+    if len(np.unique(indices)) < indices.size:
+        raise ValueError(f"{name} names a row twice: {indices.tolist()}.{hint}")
 
 
 def require_host(name: str, x: Any) -> np.ndarray:
@@ -125,8 +129,7 @@ def row_mask(name: str, x: Any, rows: int) -> jax.Array:
     indices = row_indices(name, x, rows)
     if not is_known(x):
         return scatter_rows(jnp.zeros(rows, bool), indices, True)
-    if len(np.unique(x)) < x.size:
-        raise ValueError(f"{name} names a row twice: {x.tolist()}. A mask must be bool[{rows}], not integers.")
+    _refuse_duplicates(name, x, f" A mask must be bool[{rows}], not integers.")
     return jnp.asarray(np.isin(np.arange(rows), x))  # on the host, so that nothing runs on the device
 
 
