@@ -49,7 +49,7 @@ def write_and_attend(
     interpret=False,
     step_tokens=None,
 ):
-    """Writes and attends; in one kernel for rows of one new token, unless tokens choose what they see."""
+    """Writes and attends; in one kernel for rows of one new token, where `attend_to_new` says so."""
     own = dict(interpret=interpret, step_tokens=step_tokens)
     if mask.tokens is None and (mask.spans is None or q.shape[-3] == 1):
         return attend_to_new(q, (k, v), stored, batch, mask, options, **own)

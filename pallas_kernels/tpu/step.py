@@ -48,7 +48,8 @@ def attend_to_new(
 ):
     """Attention of a step whose `new` keys and values are written first; None: they are in the pool.
 
-    Rows of one token have them written by the kernel that reads them, which fetches their last page anyway.
+    Rows of one token have them written by the kernel that reads them, which fetches their last page anyway; in a step
+    of other rows beside them, those of heads that are quantized alone.
 
     Returns:
       `(out, the pool)` or `((out, lse), the pool)`.
@@ -83,11 +84,16 @@ def attend_to_new(
         at = jnp.clip(begin, 0, places - 1)
         new_kv = targets = None
         if new is not None:
-            others = batch._replace(query_lens=jnp.where(single, 0, batch.query_lens), query_starts=begin)
+            # To encode a token of several heads takes the write kernel longer than XLA to bring it here. What is plain
+            # it just copies, and a latent row is one head.
+            fuses = stored.format.is_quantized and stored.half_rank is None
+            left = jnp.where(single & fuses, 0, batch.query_lens)
+            others = batch._replace(query_lens=left, query_starts=begin)
             stored = write_kv(*new, stored, others, interpret=interpret)
-            tokens = [x if x is None else x.reshape(-1, *x.shape[-2:])[at] for x in new]
-            new_kv, targets = _place_tokens(tokens, stored, batch.block_tables, batch.kv_lens - 1)
-            targets = jnp.where(begin < places, targets, 0)
+            if fuses:
+                tokens = [x if x is None else x.reshape(-1, *x.shape[-2:])[at] for x in new]
+                new_kv, targets = _place_tokens(tokens, stored, batch.block_tables, batch.kv_lens - 1)
+                targets = jnp.where(begin < places, targets, 0)
         alone = flat[at]
         if nibbles.has_groups(stored):
             alone = nibbles.spread_queries(alone, stored, kv.shape[-1])

@@ -192,24 +192,6 @@ def test_block_ids_are_not_trusted():
     testing.assert_close(out[:1], pallas_kernels.reference.paged_attention(q, expected, tables, lengths, new)[:1])
 
 
-def test_a_lone_token_without_a_place_goes_nowhere():
-    """Of a mixed step: rows that lost their block or are longer than their table, and a token that is not there."""
-    case = Case((20, 33, 40, 64, 17), (3, 1, 1, 1, 1), 2, 1, 128, 16, packed=True, **BF16)
-    q, kv, tables, lengths, new = testing.make_inputs(case)
-    k, v = interpreter.new_tokens(case, q)
-    wild = tables.at[1, 2].set(10**9).at[2, 2].set(kv.shape[0])
-    lengths = lengths.at[3].set(tables.shape[1] * 16 + 1)
-    offsets = jnp.asarray([0, 3, 4, 5, 7], jnp.int32)  # the last one's is behind all tokens
-    own = {"mode": interpreter.PLAIN, "offsets": offsets}
-    out, written = interpreter.run(tpu.write_and_attend, q, k, v, kv, wild, lengths, new, **own)
-    arguments = (kv, k, v, wild, lengths, new)
-    expected = pallas_kernels.write_kv(*arguments, offsets=offsets, implementation="xla")
-    last = tables[3, -1]  # XLA takes a table's last block for those behind it
-    np.testing.assert_array_equal(interpreter.bits(written), interpreter.bits(expected.at[last].set(kv[last])))
-    seen = pallas_kernels.reference.paged_attention(q, expected, tables, lengths, new, offsets=offsets)
-    testing.assert_close(out[:3], seen[:3])
-
-
 def test_offsets_may_leave_gaps():
     case = Case((20, 33, 5, 40), (3, 17, 0, 1), 2, 1, 128, 16, packed=True, padding=19, **BF16)
     inputs = testing.make_inputs(case)

@@ -1,6 +1,10 @@
 """The TPU kernels over quantised pools: any numbers under NaN scales in everything that must not be read."""
 
+import functools
+
+import interpreter
 import jax
+import jax.numpy as jnp
 import pytest
 from interpreter import PLAIN, RACES
 from nightly import NIGHTLY
@@ -15,13 +19,15 @@ from quantised_pools import (
     NIBBLES,
     NIBBLES_BF16,
     WRITES,
+    assert_written,
     check_attention,
     check_write,
     check_write_and_attention,
+    stored,
 )
 
 import pallas_kernels
-from pallas_kernels import tpu
+from pallas_kernels import testing, tpu
 from pallas_kernels.common.quantization import FORMATS
 from pallas_kernels.testing import Case
 
@@ -134,6 +140,26 @@ def test_mixed(kind, case, mode):
 def test_mixed_with_the_write(kind, case, mode):
     """A row of one token is written by the kernel that reads it, the others before."""
     check_write_and_attention(tpu, kind, case, mode)
+
+
+def test_a_lone_token_without_a_place_goes_nowhere():
+    """Of a mixed step: rows that lost their block or are longer than their table, and a token that is not there."""
+    case = Case((20, 130, 140, 256, 17), (3, 1, 1, 1, 1), 2, 1, 128, packed=True, **F32)
+    (q, kv, tables, lengths, new), scale, _ = stored(case, "int8")
+    k, v = interpreter.new_tokens(case, q)
+    wild = tables.at[1, 1].set(10**9).at[2, 1].set(kv.shape[0])
+    lengths = lengths.at[3].set(tables.shape[1] * 128 + 1)
+    offsets = jnp.asarray([0, 3, 4, 5, 7], jnp.int32)  # the last one's is behind all tokens
+    given = {"offsets": offsets, "kv_scale": scale}
+    of_kind = functools.partial(tpu.write_and_attend, kind="int8")
+    out, written = interpreter.run(of_kind, q, k, v, kv, wild, lengths, new, mode=PLAIN, **given)
+    expected = pallas_kernels.write_kv(kv, k, v, wild, lengths, new, kind="int8", implementation="xla", **given)
+    last = tables[3, -1]  # XLA takes a table's last block for those behind it
+    wanted = [x.at[last].set(old[last]) for x, old in zip(expected, (kv, scale), strict=True)]
+    assert_written(written, wanted)
+    held = testing.decode(case, *expected, "int8")
+    seen = pallas_kernels.reference.paged_attention(q, held, tables, lengths, new, offsets=offsets)
+    testing.assert_close(out[:3], seen[:3])
 
 
 @in_a_mode({"int8": WRITES, "int4": NIBBLE_WRITES, "int4_g64": NIBBLE_WRITES}, ("int8", 0), ("int8", 3))

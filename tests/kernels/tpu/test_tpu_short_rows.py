@@ -177,7 +177,7 @@ CONTROLS = {
         ),
     ),
     "a lone token of a mixed step not written": (
-        check_but_to_the_newest, RESIDUAL_CASES["mixed, window"], PLAIN,
+        check_but_to_the_newest, RESIDUAL_CASES["int8, mixed"], PLAIN,
         Plant("attend_to_new", "jnp.where(begin < places, targets, 0)", "jnp.where(begin < 0, targets, 0)"),
     ),
     "a lone token written where its row does not end": (
