@@ -198,8 +198,10 @@ def store(k: Any, v: Any, stored: StoredKV, batch: PagedBatch) -> StoredKV:
     )
 
     def write(i, kv):
-        block = tables[row[i], position[i] // block_size]
+        column = position[i] // block_size
+        block = tables[row[i], column]
         place = (block, slice(None), slice(None), position[i] % block_size, slice(0, head_dim))
-        return kv.at[place].set(jnp.where(valid[i], tokens[i].astype(kv.dtype), kv[place]))
+        is_reserved = (column >= 0) & (column < tables.shape[1]) & (block > 0) & (block < kv.shape[0])
+        return kv.at[place].set(jnp.where(valid[i] & is_reserved, tokens[i].astype(kv.dtype), kv[place]))
 
     return stored.replace(jax.lax.fori_loop(0, row.shape[0], write, kv), stored.scale)

@@ -188,7 +188,11 @@ def write_kv(
     stripe=None,
     implementation=None,
 ):
-    """Store a step's keys and values in the blocks of their rows.
+    """Stores a step's keys and values in the blocks of their rows.
+
+    A token without a slot is not stored, and no other token is changed by it: padding; a token at a position outside
+    its row's table, from `M * block_size` on or negative; and one whose table entry is no reserved block, but 0 (the
+    null block), negative or past the pool. What queries of such a row attend to is undefined.
 
     Args:
       kv: one layer's pool, `[num_blocks + 1, 2, K, block_size, D']`. Donated at the `jit`, it is updated in place.
@@ -197,7 +201,7 @@ def write_kv(
         must already hold the blocks. Of a pool with a stripe of them, what belongs to others is not written.
 
     Returns:
-      The pool; with `kind` `(kv, kv_scale)`. Padding is not written.
+      The pool; with `kind` `(kv, kv_scale)`.
 
     Raises:
       ValueError, NotImplementedError: as `paged_attention`.

@@ -59,3 +59,26 @@ def _locate(shape: tuple[int, ...], lengths: jax.Array, new: jax.Array, offsets:
     valid = (index >= 0) & (index < new[row])
     position = jnp.where(valid, lengths[row] - new[row] + index, 0)
     return Tokens(row, position, valid)
+
+
+class TokenSlots(NamedTuple):
+    """Where the tokens of a step are stored in a pool, an entry per token place."""
+
+    block: jax.Array  # i32: any number where the token has no slot
+    offset: jax.Array  # i32: within the block
+    exists: jax.Array  # bool: False for padding, beyond the row's table, and in blocks that are not reserved
+
+
+def find_slots(token: Tokens, tables: jax.Array, num_blocks: int, block_size: int) -> TokenSlots:
+    """Returns the slots of a step's tokens in a pool of so many blocks, the null block 0 included.
+
+    >>> token = Tokens(jnp.array([0, 0, 0]), jnp.array([3, 4, 8]), jnp.array([True, True, True]))
+    >>> find_slots(token, jnp.array([[5, 0]]), num_blocks=9, block_size=4).exists.tolist()
+    [True, False, False]
+    """
+    row, position, valid = token
+    size = jnp.full_like(position, block_size)
+    column, offset = jax.lax.div(position, size), jax.lax.rem(position, size)
+    block = tables[row, column]
+    in_table = (position >= 0) & (column < tables.shape[1])
+    return TokenSlots(block, offset, valid & in_table & (block > 0) & (block < num_blocks))

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import xla
 from pallas_kernels.common.batch import PagedBatch, StoredKV
-from pallas_kernels.common.ragged_layout import default_offsets, locate
+from pallas_kernels.common.ragged_layout import default_offsets, find_slots, locate
 from pallas_kernels.tpu import nibbles
 from pallas_kernels.tpu.pages import (
     SMEM_ENTRIES,
@@ -304,18 +304,14 @@ def scatter(kv, parts, batch: PagedBatch):
     turns the whole pool into another layout and back.
     """
     token_axes, num_heads, block_size = parts[0].shape[:-2], kv.shape[1] * kv.shape[2], kv.shape[3]
-    tables = batch.block_tables
     token = jax.tree.map(jnp.ravel, locate(token_axes, *batch[1:4]))
-    block = tables[token.row, token.position // block_size]
-    valid = token.valid & (token.position >= 0) & (token.position < tables.shape[1] * block_size)
-    valid &= (block > 0) & (block < kv.shape[0])
+    slots = find_slots(token, batch.block_tables, kv.shape[0], block_size)
     head = jnp.arange(num_heads, dtype=jnp.int32)[None]  # of the keys, then of the values
-    place = (block[:, None] * num_heads + head) * block_size + (token.position % block_size)[:, None]
+    place = (slots.block[:, None] * num_heads + head) * block_size + slots.offset[:, None]
     rows = kv.reshape(-1, kv.shape[-1])
-    # Padding goes to places of its own past the pool's end, where it is dropped.
-    place = jnp.where(
-        valid[:, None], place, rows.shape[0] + jnp.arange(place.size, dtype=jnp.int32).reshape(place.shape)
-    )
+    # What has no slot goes to places of its own past the pool's end, where it is dropped.
+    dropped = rows.shape[0] + jnp.arange(place.size, dtype=jnp.int32).reshape(place.shape)
+    place = jnp.where(slots.exists[:, None], place, dropped)
     values = jnp.stack(parts, axis=-3).reshape(place.size, kv.shape[-1])
     rows = rows.at[place.reshape(-1)].set(values, mode="drop", unique_indices=True)
     return rows.reshape(kv.shape)

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV, leave_out_newest
-from pallas_kernels.common.ragged_layout import locate
+from pallas_kernels.common.ragged_layout import find_slots, locate
 from pallas_kernels.common.xla_cpu import stack_pair
-from pallas_kernels.xla import work_list
 from pallas_kernels.xla.attention import paged_attention
 
 
@@ -35,12 +34,11 @@ def write_kv(k, v, stored: StoredKV, batch: PagedBatch) -> StoredKV:
 
 def find_places(token_axes: tuple[int, ...], batch: PagedBatch, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the blocks and offsets, `i32[tokens]`, to which a step's tokens are written in a pool."""
-    token = locate(token_axes, *batch[1:4])
-    column, offset = work_list.parts(token.position, pool.shape[3])
-    block = batch.block_tables[token.row, column].reshape(-1)
-    # Padding goes to places of its own past the pool's end, where mode="drop" drops it. Not to -1, which would wrap.
-    dropped = pool.shape[0] + jnp.arange(block.shape[0], dtype=jnp.int32)
-    return jnp.where(token.valid.reshape(-1), block, dropped), offset.reshape(-1)
+    token = jax.tree.map(jnp.ravel, locate(token_axes, *batch[1:4]))
+    slots = find_slots(token, batch.block_tables, pool.shape[0], pool.shape[3])
+    # Others go to places of their own past the pool's end, where mode="drop" drops them. Not to -1, which would wrap.
+    dropped = pool.shape[0] + jnp.arange(slots.block.shape[0], dtype=jnp.int32)
+    return jnp.where(slots.exists, slots.block, dropped), slots.offset
 
 
 def write_and_attend(q, k, v, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions):

@@ -87,7 +87,7 @@ def test_offsets_may_leave_gaps():
     assert not np.array_equal(interpreter.bits(expected), interpreter.bits(reference.write_kv(*arguments)))
 
 
-@pytest.mark.parametrize("block_size", [16, 5])  # by the kernel, by the scatter
+@pytest.mark.parametrize("block_size", [16, 5])  # of tiles, and not
 def test_tokens_without_a_block_go_nowhere(block_size):
     """Nor those past the tables' end, nor what more tokens are promised than there are."""
     case = Case((40, 20), (30, 2), 2, 1, block_size=block_size, packed=True, **BF16)
