@@ -16,6 +16,7 @@ from pallas_kernels.common.batch import (
     SoftmaxOptions,
     StoredKV,
     bundle_call,
+    leave_out_newest,
 )
 from pallas_kernels.common.ragged_layout import default_offsets, locate
 
@@ -23,7 +24,7 @@ from pallas_kernels.common.ragged_layout import default_offsets, locate
 def paged_attention(q, kv, tables, lengths, new, **options: Any) -> Any:
     """Computes what [`pallas_kernels.paged_attention`][] means. Arguments and options as there."""
     call = bundle_call(q=q, kv=kv, tables=tables, lengths=lengths, new=new, **options)
-    return attend(q, call.stored, call.batch, call.mask, call.options)
+    return attend(q, call.stored, *leave_out_newest(call.batch, call.mask), call.options)
 
 
 def write_kv(kv, k, v, tables, lengths, new, **options: Any) -> Any:

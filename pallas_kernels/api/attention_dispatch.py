@@ -24,11 +24,15 @@ def choose_checked(op: str, platform: str | None, implementation: str | None, ca
     # A shard of every block is as a whole one where only tokens are written, or every query sees its whole row.
     if call.batch.context_shard is not None and (op == "write_kv" or context_parallel.reads_whole_rows(call)):
         call = call._replace(batch=call.batch._replace(context_shard=None))
+    if op == "paged_attention":  # whose rows then end earlier, for all backends
+        call = call._replace(mask=dataclasses.replace(call.mask, residual_length=None))
     return choose(op, implementation, platform, call)
 
 
 def attend(implementation: str | None, call: Call) -> Any:
     """`paged_attention` of a call that has been checked."""
+    batch, mask = leave_out_newest(call.batch, call.mask)
+    call = call._replace(batch=batch, mask=mask)
     if call.batch.context_shard is not None and context_parallel.reads_whole_rows(call):
         call = call._replace(batch=context_parallel.select_local_rows(call.batch, call.stored.kv.shape[3]))
     return differentiable("paged_attention", implementation, call)
@@ -45,9 +49,7 @@ def write(implementation: str | None, call: Call) -> StoredKV:
 def write_then_attend(implementation: str | None, call: Call) -> tuple[Any, StoredKV]:
     """`write_and_attend` of a call that has been checked, by two kernels; the write's is chosen by itself."""
     written = write(None, Call(call.stored, call.batch, k=call.k, v=call.v))
-    batch, mask = leave_out_newest(call.batch, call.mask)
-    call = call._replace(stored=written, batch=batch, mask=mask, k=None, v=None)
-    return attend(implementation, call), written
+    return attend(implementation, call._replace(stored=written, k=None, v=None)), written
 
 
 def differentiable(op: str, implementation: str | None, call: Call) -> Any:

@@ -57,6 +57,7 @@ def paged_attention(
     shared=None,
     stripe=None,
     tokens=None,
+    residual_length=None,
     implementation=None,
 ):
     """Causal attention of a step's tokens over the blocks of their rows.
@@ -117,6 +118,10 @@ def paged_attention(
       tokens: `i32[S, T, n]` or `i32[N, n]`: each token sees these positions of its row and no others, each once. A
         position that it would not see otherwise is ignored, as is -1. Work and bytes go by n, not by the context. Not
         with `mask`, `spans`, `tree` or `blocks`. XLA gathers the rows of each query for kernels.
+      residual_length: each token attends as if its row ended so many tokens earlier, and the token stood there: to all
+        but the newest, which are read elsewhere and merged by `merge_attention`. `window` is counted from there. A
+        token that sees nothing gets 0, and an LSE of -inf. Not with `tree`, `spans`, `tokens`, `blocks`, `chunk` or
+        `causal=False`.
       return_lse: also return the natural logarithm of the softmax's denominator, its sink included.
       implementation: None picks the kernels of the platform, and falls back to XLA; a name raises if it cannot.
 
@@ -165,6 +170,7 @@ def paged_attention(
         shared=shared,
         stripe=stripe,
         tokens=tokens,
+        residual_length=residual_length,
     )
     check_pool(call)
     check_format(call.stored, q.shape[-1])
@@ -252,7 +258,6 @@ def write_and_attend(
     window=None,
     sinks=None,
     mask=None,
-    residual_length=None,
     return_lse=False,
     implementation=None,
     **variants,
@@ -260,11 +265,8 @@ def write_and_attend(
     """`write_kv`, then `paged_attention` over the result; in one kernel where a backend has one.
 
     Args:
-      residual_length: each token attends as if its row ended so many tokens earlier, and the token stood there: to all
-        but the newest, which are read elsewhere and merged by `merge_attention`. `window` is counted from there. A
-        token that sees nothing gets 0, and an LSE of -inf.
       **variants: `alibi`, `spans`, `tree`, `causal`, `chunk`, `blocks`, `deterministic`, `sink_tokens`, `shared`,
-        `stripe` and `tokens`; all arguments are as in those two.
+        `stripe`, `tokens` and `residual_length`; all arguments are as in those two.
 
     Returns:
       `(out, kv)`, where out is what `paged_attention` returns, and kv what `write_kv` does.
@@ -295,7 +297,6 @@ def write_and_attend(
         window=window,
         sinks=sinks,
         mask=mask,
-        residual_length=residual_length,
         return_lse=return_lse,
         **variants,
     )
@@ -306,7 +307,7 @@ def write_and_attend(
     check_attention(call)
     call = refuse_gradients(call)
     able = [implementation] if implementation else list_kernels(current_platform())
-    if residual_length is not None and call.options.shared is not None:
+    if call.mask.residual_length is not None and call.options.shared is not None:
         able = []  # what rows share is read for them together by a call of its own
     if any(unsupported(name, "write_and_attend", call) is None for name in able if name in IMPLEMENTATIONS):
         out, written = differentiable("write_and_attend", implementation, call)
@@ -343,7 +344,7 @@ def explain(
     if op == "select_tokens":
         check_names(op, arguments, SELECTED)
         return explain_selection(platform=platform, implementation=implementation, **arguments)
-    check_names(op, arguments, TAKEN_BY_BOTH if op == "write_and_attend" else TAKEN)
+    check_names(op, arguments)
     call = bundle_call(**arguments)
     platform = find_platform(call.q, call.stored.kv) if platform is None else read_platform(platform)
     if call.q is not None and call.stored.kv is not None and call.batch.block_tables is not None:
@@ -356,7 +357,6 @@ def explain(
 
 
 TAKEN = {name for f in (paged_attention, write_kv) for name in inspect.signature(f).parameters} - {"implementation"}
-TAKEN_BY_BOTH = TAKEN | {"residual_length"}  # of `write_and_attend`, which is asked about alike
 SELECTED = {"q", "keys", "tables", "top_k", "kind", "stripe"}  # arguments of `explain_selection`
 
 

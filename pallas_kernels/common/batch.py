@@ -84,7 +84,7 @@ class MaskSpec:
     window: int | None = None
     chunk: int | None = None
     sink_tokens: int | None = None
-    residual_length: int | None = None  # of `write_and_attend`
+    residual_length: int | None = None  # backends are given one by `write_and_attend` alone
     causal: bool = True
     mask: jax.Array | None = None
     spans: jax.Array | None = None

@@ -116,6 +116,11 @@ def test_a_step_but_to_its_newest_tokens(implementation):
     wanted, wanted_lse = pallas_kernels.paged_attention(q, written, tables, shorter, new, **options)
     np.testing.assert_array_equal(out, wanted)
     np.testing.assert_array_equal(lse, wanted_lse)
+    read = pallas_kernels.paged_attention(q, written, *rest, residual_length=20, **options)
+    for got, wanted in zip(read, (out, lse), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    by_definition = pallas_kernels.reference.paged_attention(q, written, *rest, residual_length=20, window=9)
+    testing.assert_close(out, by_definition)
     told = pallas_kernels.explain("write_and_attend", q=q, k=k, v=v, kv=kv, **named, residual_length=20, platform="tpu")
     assert told.implementation == "xla" and "residual_length" not in told.reason  # for float32 of 64 numbers
 
@@ -135,3 +140,14 @@ def test_what_a_residual_length_cannot_be(options, said):
     k = jnp.zeros((1, 1, kv.shape[2], q.shape[-1]), q.dtype)
     with pytest.raises(ValueError, match=said):
         pallas_kernels.write_and_attend(q, k, k, kv, *rest, **options)
+    with pytest.raises(ValueError, match=said):
+        pallas_kernels.paged_attention(q, kv, *rest, **options)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_kernels_read_all_but_the_newest_tokens(platform):
+    """For them rows end earlier, so none has to know of it."""
+    q, kv = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((2, 1, 8, 128), (9, 2, 2, 64, 128)))
+    given = dict(q=q, kv=kv, tables=jax.ShapeDtypeStruct((2, 4), jnp.int32), platform=platform)
+    choices = [pallas_kernels.explain(**given, **options) for options in ({}, {"residual_length": 20})]
+    assert choices[0] == choices[1] and choices[0].implementation != "xla"

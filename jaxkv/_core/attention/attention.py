@@ -28,7 +28,7 @@ from jaxkv._core.attention.layout_adapters import (
 )
 from jaxkv._core.attention.plan import Step
 from jaxkv._core.attention.query_capture import record_queries
-from jaxkv._core.attention.residual import describe_residual, merge_outputs, shift_back, split_options
+from jaxkv._core.attention.residual import describe_residual, merge_outputs, split_options
 from jaxkv._core.attention.shared_prefix import describe_sharing, find_planned_sharing
 from jaxkv._core.attention.write import make_pool, store_tokens
 from jaxkv._core.cache.cache import Cache
@@ -183,7 +183,6 @@ def _attend_to_new(layer: Layer, step: Step | None, new: dict, options: dict, im
         if older is None:
             layer = store_tokens(layer, step, new["k"], new["v"], implementation=implementation)
         else:
-            older |= {"residual_length": layer.config.residual_length}
             older_out, layer = _attend_to_new(layer, step, new, older, implementation)
             out = merge_outputs(layer, out, older_out, options)
         return out, dataclasses.replace(layer, residual=residual)
@@ -324,7 +323,6 @@ def _attend_to_stored(
         out = _attend_to_stored(residual, step, q, newest, implementation)
         if older is None:
             return out
-        layer = dataclasses.replace(layer, tables=shift_back(layer.tables, layer.config))
         return merge_outputs(layer, out, _attend_to_stored(layer, step, q, older, implementation), options)
     arrays, static = _split_static(options)
     arguments = (layer, step, q, query_lens, query_starts, arrays)

@@ -16,7 +16,6 @@ import numpy as np
 
 import pallas_kernels
 from jaxkv._core.attention.attention_options import read_tree, tree_positions
-from jaxkv._core.attention.residual import shift_back
 from jaxkv._core.attention.shared_prefix import can_share, count_blocks_read, find_sharing
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
@@ -112,7 +111,8 @@ class Step:
         layer = self.config.groups[0][0]
         if (residual := self.config.residual_layer(layer)) is None:
             return self._layer_bytes(layer, self.tables[0], together)
-        tables = shift_back(self.tables[0], self.config)
+        older = jnp.maximum(self.tables[0].lengths - (self.config.residual_length or 0), 0)
+        tables = dataclasses.replace(self.tables[0], lengths=older)
         return self._layer_bytes(layer, tables, together) + self._layer_bytes(
             residual, self.tables[self.config.group(residual)], together
         )

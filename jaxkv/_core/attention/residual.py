@@ -2,18 +2,15 @@
 
 A query reads the last `residual_length` tokens up to its own from the residual layer and those before them from the
 quantized one, and both outputs are merged by their LSE. What it reads thus follows from its position alone, however a
-prompt is split into steps. Kernels know nothing of it: for them the quantized layer's rows are shorter, and a query's
-position is smaller by as much.
+prompt is split into steps. `pallas_kernels` leaves the newest tokens of the quantized layer out (`residual_length`).
 """
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
 import pallas_kernels
-from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.state.state import BlockTables, Layer
+from jaxkv._core.state.state import Layer
 
 # Options by which a token sees other tokens of the step than those before it, or tokens of its own choice.
 REFUSED = ("tree", "spans", "tokens", "blocks")
@@ -41,15 +38,11 @@ def split_options(layer: Layer, options: dict[str, Any]) -> tuple[dict[str, Any]
                 f"with sink_tokens give a wider window than {window}, or make the cache without residual_length."
             )
         return newest, None
-    older = {name: x for name, x in options.items() if name != "sinks"} | {"scale": newest["scale"], "return_lse": True}
+    older = {name: x for name, x in options.items() if name != "sinks"}
+    older |= {"scale": newest["scale"], "return_lse": True, "residual_length": length}
     if window is not None:
         older["window"] = window - length
     return newest | {"return_lse": True}, older
-
-
-def shift_back(tables: BlockTables, config: CacheConfig) -> BlockTables:
-    """Returns tables whose rows are shorter by the newest tokens of a query."""
-    return dataclasses.replace(tables, lengths=jnp.maximum(tables.lengths - (config.residual_length or 0), 0))
 
 
 def merge_outputs(layer: Layer, newest: Any, older: Any, options: dict[str, Any]) -> Any:
