@@ -6,6 +6,8 @@ import re
 from documents import ROOT
 from test_adoption import changed_lines
 
+import jaxkv
+
 TEXT = (ROOT / "docs/figures.md").read_text()
 
 
@@ -256,3 +258,5 @@ def test_storing_less_costs_what_was_measured():
             (line,) = (line for line in rows if ("residual_length" in line) == bool(residual))
             assert not residual or f"residual_length={residual}" in line
             assert f"{row['cost, %']:.2f} %" in line, kind
+            config = jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=8, head_dim=128, max_seqs=1, max_seq_len=128)
+            assert f"| {config.replace(dtype=dtype).bytes / config.bytes:.2f}" in line, kind
