@@ -18,7 +18,7 @@ ROWS, CHUNK, ASKED, ANSWER, BLOCK = len(CITIES), 256, 64, 6, 16  # each of ASKED
 LENGTHS, SHARES = (1024, 4096, 8192), (0.5, 0.25)
 # How keys and values are stored: a dtype, and of quantized ones how many of the newest tokens are read as bfloat16.
 KINDS = {name: {"dtype": name} for name in ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")}
-for _name in ("int4", "int4_g64"):
+for _name in ("int4", "k5v3"):
     KINDS |= {_name: {"dtype": _name}, f"{_name}, residual 32": {"dtype": _name, "residual_length": 32}}
 WINDOW, SINKS = 1024, 4
 

@@ -25,12 +25,24 @@ from _models import load_gemma3, load_smollm2, unroll
 from quality import read_documents
 
 from jaxkv.models.layers import rms_norm
-from pallas_kernels.common.quantization import FORMATS, LEVELS_ABOVE_0
+from pallas_kernels.common.quantization import FORMATS
+from pallas_kernels.common.quantization.levels import FOUR_BITS
 from pallas_kernels.common.rotation import rotate
 
 PIECE, CHUNK = 512, 256
-LEVELS = {"even": np.arange(8) + 0.5, "levels": np.array(LEVELS_ABOVE_0)}
-RATIOS = {"even": np.arange(13, 21) / 20, "levels": np.arange(17, 25) / 20}  # of scales, where they are searched
+# Levels above 0. Those of fewer bits are Lloyd's and Max's for normal numbers.
+LEVELS = {
+    "even": np.arange(8) + 0.5, "levels": np.array(FOUR_BITS.above_0),
+    "even 3": np.arange(4) + 0.5, "levels 3": np.array([0.2451, 0.7560, 1.3439, 2.1520]),
+    "even 2": np.arange(2) + 0.5, "levels 2": np.array([0.4528, 1.5104]),
+    "levels 5": (np.arange(16) + 0.5) * ((np.arange(16) + 0.5) ** 2 + 558),
+    "levels 6": (np.arange(32) + 0.5) * ((np.arange(32) + 0.5) ** 2 + 2168),
+}  # fmt: skip
+# Shares of the scale by which the largest number is the last level: those that are tried, where scales are searched.
+RATIOS = {"even": np.arange(13, 21) / 20, "levels": np.arange(17, 25) / 20,
+          "even 3": np.arange(12, 21) / 20, "levels 3": np.arange(13, 27) / 20,
+          "even 2": np.arange(9, 21) / 20, "levels 2": np.arange(9, 25) / 20,
+          "levels 5": np.arange(17, 25) / 20, "levels 6": np.arange(17, 25) / 20}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +276,27 @@ def list_forms() -> dict[str, Form]:
                 channels[64], levels=levels, zero=zero, searched=True
             )
     found |= {f"K {name}": Form(codec, None) for name, codec in keys.items()}
+    narrower = {
+        bits: {size: Codec(group=size, levels=f"levels {bits}", bits=bits, rotated=True) for size in (32, 64)}
+        for bits in (6, 5, 3, 2)
+    }
+    for size in (32, 64):
+        found[f"K 5 bits, V 3, a scale per {size}"] = Form(narrower[5][size], narrower[3][size])
+    for tail in (32, 128):
+        four = {size: Codec(group=size, rotated=True, exact_last=tail) for size in (32, 64)}
+        kept = {(b, s): change(x, exact_last=tail) for b, y in narrower.items() for s, x in y.items()}
+        kept |= {(4, s): x for s, x in four.items()}
+        for size in (32, 64):
+            for keys_bits, values_bits in ((6, 2), (5, 3), (4, 3), (4, 2), (3, 3), (3, 2), (2, 2)):
+                name = f"K {keys_bits} bits, V {values_bits}, a scale per {size}, last {tail} exact"
+                found[name] = Form(kept[keys_bits, size], kept[values_bits, size])
+    for bits in (3, 2):
+        values = Codec(levels=f"even {bits}", bits=bits, zero="middle", searched=False, exact_block=64)
+        by_channel = change(channels[64], levels=f"even {bits}", bits=bits)
+        found[f"KIVI in {bits} bits, blocks of 64, own block exact"] = Form(by_channel, values)
+        found[f"KIVI in {bits} bits, blocks of 64, own block and the one before exact"] = Form(
+            change(by_channel, blocks_back=1), change(values, blocks_back=1)
+        )
     for name in ("int4", "int4, last 32 exact", "by channel in 64"):
         found[f"K {name}, first 4 exact"] = Form(keys[name], None, exact_tokens=4)
         found[f"K {name}, first and last layer int8"] = Form(keys[name], None, wide_layers=1)

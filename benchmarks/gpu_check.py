@@ -34,7 +34,7 @@ KERNELS = {  # what a kind of case starts, the simplest first: the first to hang
     "chunks of states": "channel_chunks, delta_chunks, space_chunks, and what runs before and beside them",
 }
 CHECKS_OF_STATES = {"states": check_states, "chunks of states": check_chunks}
-KINDS = {"quantised": ("int8", "float8_e4m3fn", "float8_e5m2"), "four bits": ("int4", "int4_g64")}
+KINDS = {"quantised": ("int8", "float8_e4m3fn", "float8_e5m2"), "four bits": ("int4", "k5v3")}
 
 
 def cases(kind: str) -> Iterator[Case]:

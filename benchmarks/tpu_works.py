@@ -91,7 +91,7 @@ WORKS = {
     "decode 64 x 128, int8": Work("decode", rows=64, context=128, kind="int8"),
     **{
         f"{name}, {kind}": work._replace(kind=kind)
-        for kind in ("int4", "int4_g64")
+        for kind in ("int4", "k5v3")
         for name, work in {
             "decode 8 x 1024": Work("decode", rows=8, context=1024),
             "decode 32 x 1024": Work("decode", rows=32, context=1024),

@@ -58,7 +58,7 @@ def read_rows(stored: StoredKV, tables: jax.Array, head_dim: int | None) -> tupl
         blocks = jnp.concatenate([blocks, blocks], axis=2)
     if stored.format.is_quantized:
         assert kv_scale is not None
-        blocks = stored.format.decode(blocks, kv_scale[tables], head_dim or blocks.shape[-1], stored.half_rank)
+        blocks = stored.format.decode(blocks, kv_scale[tables], head_dim or blocks.shape[-1], stored.half_rank, axis=2)
     elif kv_scale is not None:
         blocks = blocks.astype(jnp.float32) * kv_scale[tables][..., None]
     blocks = blocks.astype(jnp.float32)
@@ -181,13 +181,13 @@ def store(k: Any, v: Any, stored: StoredKV, batch: PagedBatch) -> StoredKV:
     if format.is_quantized:  # each token and head by itself: the same write, once for the numbers, once for the scales
         assert kv_scale is not None
         k_scale: Any
-        v_scale: Any
+        v_scale: Any = None
         if stored.packed_rank is not None:
             k, k_scale, v_scale = format.encode_packed(k, kv_scale.dtype, stored.packed_rank)
+        elif v is None:
+            k, k_scale = format.encode(k, kv_scale.dtype, stored.latent_rank)
         else:
-            (k, k_scale), (v, v_scale) = (
-                (None, None) if x is None else format.encode(x, kv_scale.dtype, stored.latent_rank) for x in (k, v)
-            )
+            (k, v), (k_scale, v_scale) = format.encode(jnp.stack([k, v]), kv_scale.dtype, axis=0)
         minor = kv_scale.shape[4:] or (1,)
         k_scale, v_scale = (None if x is None else x.reshape(*k.shape[:-1], *minor) for x in (k_scale, v_scale))
         scales = store(k_scale, v_scale, StoredKV(kv_scale.reshape(*kv_scale.shape[:4], *minor)), batch).kv

@@ -137,7 +137,7 @@ def decode(case: Case, stored: jax.Array, scale: jax.Array, kind: str) -> jax.Ar
         keys, values = scale[:, :1], scale[:, 1:]
         join = jnp.stack if FORMATS[kind].group_size is None else jnp.concatenate
         scale = join([values, keys], axis=-1)
-    return FORMATS[kind].decode(stored, scale, case.head_dim, case.rank)
+    return FORMATS[kind].decode(stored, scale, case.head_dim, case.rank, axis=1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
@@ -148,7 +148,7 @@ def _round_trip(case: Case, x: jax.Array, kind: str, scale_dtype: jnp.dtype) -> 
         stored, *scales = FORMATS[kind].encode_packed(x, scale_dtype, case.rank)
         scale = jnp.concatenate(scales, axis=1)
     else:
-        stored, scale = FORMATS[kind].encode(x, scale_dtype, case.rank)
+        stored, scale = FORMATS[kind].encode(x, scale_dtype, case.rank, axis=1)
     return stored, scale, decode(case, stored, scale, kind)
 
 

@@ -187,7 +187,7 @@ def said_of(line: str) -> list[str]:
         ],
         "int8, float8 and int4 caches": [
             f"{row['cost, %']:.2f} %"
-            for kind in ("int8", "float8_e4m3fn", "int4", "int4, residual 32", "int4_g64, residual 32")
+            for kind in ("int8", "float8_e4m3fn", "int4", "int4, residual 32", "k5v3, residual 32")
             for row in measured("quality", {"stored as": kind})
         ],
         "`generate`, 200 prompts": [],  # of several runs: see below

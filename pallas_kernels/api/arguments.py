@@ -62,6 +62,12 @@ def check_format(stored: StoredKV, head_dim: int) -> None:
         raise ValueError(f"{format.name} stores two numbers to a byte, so head_dim must be even, not {head_dim}.")
     if stored.scale is None:
         raise ValueError(f"A pool of kind {format.name} needs kv_scale, what its numbers are multiplied by.")
+    if format.mixes_pairs and stored.half_rank is not None:
+        raise ValueError(
+            f"{format.name} stores as many keys as values, so its rows have scales of both apart, kv_scale "
+            f"{format.scale_shape(stored.kv.shape, head_dim, stored.half_rank, packed=True)}, not "
+            f'{stored.scale.shape}: store latent rows in "int4" or "int8".'
+        )
     if stored.scale.dtype not in format.scale_dtypes:
         allowed = " or ".join(dtype.name for dtype in format.scale_dtypes)
         raise ValueError(f"kv_scale must be {allowed}, not {stored.scale.dtype}.")

@@ -78,14 +78,14 @@ def paged_attention(
       new: `i32[S]`, how many of them are this step's.
       offsets: `i32[S]`, non-decreasing, where each row's packed tokens start; default: `cumsum(new) - new`.
       kv_scale: `[num_blocks + 1, 2, K, block_size]`, the scales of a quantized pool; for "int4"
-        with one more axis of `ceil(D / 32)`, for "int4_g64" of `ceil(D / 64)`.
+        with one more axis of `ceil(D / 32)`, for "k5v3" of `ceil(D / 64)`.
       kind: the storage format of a quantized pool: "int8", "float8_e4m3fn", "float8_e5m2", "int4" or
-        "int4_g64"; see `pallas_kernels.common.quantization`. None: not quantized.
+        "k5v3"; see `pallas_kernels.common.quantization`. None: not quantized.
       rank: the pool is one of latent rows, `[num_blocks + 1, 1, K, block_size, D']`, of which the first `rank` numbers
         are the values too; then `scale` must be given, and the output is `[..., H, rank]`. Its `kv_scale` is
         `[num_blocks + 1, 1, K, block_size, 2]`, one scale for those numbers and one for the others; or, of rows whose
         keys stand behind the values, where queries are 0, `[num_blocks + 1, 2, K, block_size]`: what a row is
-        multiplied by as keys, and what as values; for "int4" with one more axis of `ceil(rank / 32)`, for "int4_g64" of
+        multiplied by as keys, and what as values; for "int4" with one more axis of `ceil(rank / 32)`, for "k5v3" of
         `ceil(rank / 64)`.
       scale: the factor of the logits, a float or a scalar array; default `D ** -0.5`.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; after `scale`.

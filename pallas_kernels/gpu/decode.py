@@ -124,7 +124,10 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
             plgpu.commit_smem()
 
             def scaled(slot, which):
-                return None if groups is None else nibbles.Scaled(groups, scales_s.at[slot], which)
+                if groups is None:
+                    return None
+                values = v_s.at[slot] if which == 0 and format.mixes_pairs else None
+                return nibbles.Scaled(groups, scales_s.at[slot], which, values)
 
             def multiply_from_registers(slot):
                 """Products of keys of 8 bits with the queries, 64 tokens at a time, so that two thread blocks fit."""
@@ -142,6 +145,8 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                     tile_at(start + i, first_seen, window_mask, tokens) * tokens
                 )  # the position of the tile's first token
                 plgpu.barrier_wait(k_ready.at[slot])
+                if format.mixes_pairs:  # values have bits of the keys
+                    plgpu.barrier_wait(v_ready.at[slot])
                 keys, values = k_s.at[slot], v_s.at[slot]
                 if quantized and not from_registers:
                     keys = wide_s
@@ -175,7 +180,8 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                     p = p * lax.broadcast_in_dim(value_scales, p.shape, [0])
                 p_s.T[...] = p.astype(q.dtype)
 
-                plgpu.barrier_wait(v_ready.at[slot])
+                if not format.mixes_pairs:
+                    plgpu.barrier_wait(v_ready.at[slot])
                 if quantized:
                     values = wide_s
                     widen(v_s.at[slot], values, format, in_pairs=interpret is None, scaled=scaled(slot, 1))

@@ -23,7 +23,7 @@ from pallas_kernels.gpu import nibbles
 from pallas_kernels.gpu.nibbles import EntryGroups, Scaled
 from pallas_kernels.gpu.tiles import LAYOUT, OPERAND, Tile
 
-FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "int4_g64")
+FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "k5v3")
 SCALES_AT_ONCE = 32  # a bulk copy into shared memory begins on 128 bytes
 
 

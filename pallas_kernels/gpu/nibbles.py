@@ -1,12 +1,14 @@
-"""What the kernels do with pools of four bits: bytes become 16-bit numbers in registers, times their groups' scales.
+"""What the kernels do with pools of four bits, or of k5v3's five and three: bytes become 16-bit numbers in registers,
+times their groups' scales.
 
 A byte holds an entry of a head's first half and, above it, one of the second. So a tile has half as many columns as
 numbers: those of the low bits come first and those of the high bits behind them, each half padded to whole tiles, and
 queries come in that order. Two bytes that a thread loads together become two registers of two numbers each.
 
-A code goes to the top of a 16-bit float's fraction, for a number from 16 to 32 or from 2 to 4. What that is over the
-code and a half is taken away, and a level is `h (h^2 + 140)`. A scale belongs to 32 or 64 entries of a head.
-No product has one for all that it sums, so keys are multiplied by theirs here, as values are.
+A code goes to the top of a 16-bit float's fraction, for a number from `2 ** bits` on or from 2 to 4. What that is over
+the code and a half is taken away, and a level is `h (h^2 + cubic)`. Of k5v3 the lowest bit of a key stands above its
+value: keys are widened from the tiles of both. A scale belongs to 32 or 64 entries of a head. No product has one for
+all that it sums, so keys are multiplied by theirs here, as values are.
 """
 
 import dataclasses
@@ -14,6 +16,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +24,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common.quantization import StorageFormat
+from pallas_kernels.common.quantization.levels import Levels
 from pallas_kernels.gpu.tiles import LAYOUT, Operands, Tile
 
 LINE = 64  # scales: a bulk copy into shared memory begins on 128 bytes
@@ -64,6 +68,7 @@ class Scaled(NamedTuple):
     groups: EntryGroups
     scales: Any  # [2, pieces, line], in shared memory
     which: int
+    values: Any = None  # the tile's, as they are stored, where they have bits of these keys
 
 
 def find_groups(operands: Operands, tile: Tile) -> EntryGroups | None:
@@ -85,113 +90,152 @@ def widened(stored, dtype, format: StorageFormat, scaled: Scaled, *, in_pairs: b
       stored: bytes `[64, columns]` of a tile, from this token and column on.
       in_pairs: as the chip does it, which is not for the interpreter.
     """
-    x = plgpu.load(stored, layout=LAYOUT)
+    x = [plgpu.load(stored, layout=LAYOUT)]
+    if scaled.values is not None:
+        beside = scaled.values.at[pl.ds(token, HALF), pl.ds(column, x[0].shape[1])]
+        x.append(plgpu.load(beside, layout=LAYOUT))
     if in_pairs:
-        return _widen_pairs(x, scaled, jnp.dtype(dtype), token=token, column=column)
+        return _widen_pairs(x, scaled, format, jnp.dtype(dtype), token=token, column=column)
     groups = scaled.groups
     lines = [scaled.scales[i][:, : groups.piece * groups.count].reshape(-1, groups.count) for i in range(2)]
     lines = [line[token : token + HALF].astype(jnp.float32) for line in lines]
     factors = format.hide_bad_scales(*lines)
-    order = [groups.find_group(column + i, half) for half in range(2) for i in range(0, x.shape[1], BESIDE)]
+    order = [groups.find_group(column + i, half) for half in range(2) for i in range(0, x[0].shape[1], BESIDE)]
     each = [jnp.broadcast_to(factors[scaled.which][:, g : g + 1], (HALF, BESIDE)) for g in order]
-    return (format.from_bits(x) * jnp.concatenate(each, axis=1)).astype(dtype)
+    numbers = format.read_pair(x[0], x[-1])[scaled.which]  # values need no keys
+    return (numbers * jnp.concatenate(each, axis=1)).astype(dtype)
 
 
-def _make_numbers(dtype: str, left: tuple[int, int], mask: int, exponent: int, over: int, cubic: int) -> str:
-    """PTX that makes two numbers of the low bits of two bytes, `$2`, times `$3`, and two of the others, times `$4`.
+TWO = {"bfloat16": "bf16x2", "float16": "f16x2"}  # of a dtype in a register, for PTX
+NIBBLE = 4  # bits
 
-    Args:
-      left: by how many places the low bits move to the left, and the high ones of a byte.
-      exponent: what makes a number of a code, whose sign bit it turns over.
-    """
 
-    def move(code: str, by: int) -> str:
-        return f"{'shl' if by > 0 else 'shr'}.b32 {code}, both, {abs(by)};"
+def make_numbers(levels: Levels, dtype: str) -> str:
+    """Returns PTX that makes two numbers of the low bits of two bytes, `$2`, times `$3`, and two of the others, times
+    `$4`. Of five bits the lowest stands above the three of the same place in `$5`."""
+    pair, fraction, bits, step = TWO[dtype], jnp.finfo(dtype).nmant, levels.bits, _find_step(levels, dtype)
+    kept = min(bits, NIBBLE)  # of a nibble
 
-    def read(code: str, scale: str) -> str:
-        return f"""
-        lop3.b32 {code}, {code}, {mask:#x}, {exponent:#x}, 0x6a;
-        sub.{dtype} {code}, {code}, over;
-        fma.rn.{dtype} square, {code}, {code}, cubic;
-        mul.{dtype} {code}, {code}, {scale};
-        mul.{dtype} {code}, {code}, square;"""
+    def mask(count: int) -> int:
+        return 0x10001 * ((1 << fraction) - (1 << fraction - count))
+
+    def move(code: str, left: int) -> str:
+        return f"{'shr' if left < 0 else 'shl'}.b32 {code}, both, {abs(left)};"
+
+    def read(code: str, scale: str, first: int) -> str:
+        """Of the bits from the `first` on."""
+        lines = [move(code, fraction - kept - first)]
+        if bits > NIBBLE:  # the other byte stands above, and by the mask bits are of the one or of the other
+            lines.append(move("lowest", fraction - bits - (8 + first + NIBBLE - 1)))
+            lines.append(f"lop3.b32 {code}, {code}, lowest, {mask(NIBBLE):#x}, 0xe4;")
+        # The exponent, which turns a code's sign over.
+        exponent = _twice(2**bits * step, dtype) | 0x10001 << fraction - 1
+        lines += [
+            f"lop3.b32 {code}, {code}, {mask(bits):#x}, {exponent:#x}, 0x6a;",
+            f"sub.{pair} {code}, {code}, over;",
+            f"fma.rn.{pair} square, {code}, {code}, cubic;",
+            f"mul.{pair} {code}, {code}, {scale};",
+            f"mul.{pair} {code}, {code}, square;",
+        ]
+        return "\n        ".join(lines)
 
     return f"""{{
-        .reg .b32 both, low, high, square, over, cubic;
-        prmt.b32 both, $2, 0, 0x4140;
-        mov.b32 over, {over:#x};
-        mov.b32 cubic, {cubic:#x};
-        {move("low", left[0])}
-        {move("high", left[1])}{read("low", "$3")}{read("high", "$4")}
+        .reg .b32 both, low, high, lowest, square, over, cubic;
+        prmt.b32 both, $2, {"$5, 0x5140" if bits > NIBBLE else "0, 0x4140"};
+        mov.b32 over, {_twice((1.5 * 2**bits - 0.5) * step, dtype):#x};
+        mov.b32 cubic, {_twice(levels.cubic * step**2, dtype):#x};
+        {read("low", "$3", 0)}
+        {read("high", "$4", NIBBLE)}
         mov.b32 $0, low;
         mov.b32 $1, high;
         }}"""
 
 
-# Of float16, where a scale may be below the least normal number, the 512th part, and of scales 512 times.
-NUMBERS = {
-    "bfloat16": _make_numbers("bf16x2", (3, -1), 0x00780078, 0x41C041C0, 0x41BC41BC, 0x430C430C),  # 16, 23.5, 140
-    "float16": _make_numbers("f16x2", (6, 2), 0x03C003C0, 0x42004200, 0x41E041E0, 0x40604060),  # 2, 2.9375, 140 / 64
-}
-# PTX of two scales: of keys in the dtype, which are NaN where those of values are not finite; and of values, finite.
-_TO_FLOAT16 = """shl.b32 low, {0}, 16;
-        and.b32 high, {0}, 0xffff0000;
-        mul.f32 low, low, 0f44000000;
-        mul.f32 high, high, 0f44000000;
-        cvt.rn.f16x2.f32 {1}, high, low;"""
-_KEYS = """{{
+def _find_step(levels: Levels, dtype: str) -> float:
+    """Returns how far apart codes are. Levels are by its cube smaller, and scales larger: of float16 one may be below
+    the least normal number."""
+    return 2.0 ** (1 - levels.bits) if dtype == "float16" else 1.0
+
+
+def _twice(number: float, dtype: str) -> int:
+    """Returns a register that has the number in both halves."""
+    return 0x10001 * int(np.array(number, jnp.dtype(dtype)).view(np.uint16))
+
+
+def _convert_scales(given: str, target: str, levels: Levels, dtype: str) -> str:
+    """Returns PTX that brings two scales into the dtype."""
+    if dtype == "bfloat16":
+        return f"mov.b32 {target}, {given};"
+    factor = np.float32(_find_step(levels, dtype) ** -3).view(np.uint32)
+    return f"""shl.b32 low, {given}, 16;
+        and.b32 high, {given}, 0xffff0000;
+        mul.f32 low, low, 0f{factor:08x};
+        mul.f32 high, high, 0f{factor:08x};
+        cvt.rn.{TWO[dtype]}.f32 {target}, high, low;"""
+
+
+def make_key_scales(levels: tuple[Levels, Levels], dtype: str) -> str:
+    """Returns PTX that makes two scales of keys, `$1`, NaN where those of values, `$2`, are not finite."""
+    return f"""{{
         .reg .b32 keys, values, low, high, nothing;
-        {0}
-        {1}
+        {_convert_scales("$1", "keys", levels[0], dtype)}
+        {_convert_scales("$2", "values", levels[1], dtype)}
         mov.b32 nothing, 0;
-        fma.rn.{2} $0, values, nothing, keys;
+        fma.rn.{TWO[dtype]} $0, values, nothing, keys;
         }}"""
-_VALUES = """{{
+
+
+def make_value_scales(levels: Levels, dtype: str) -> str:
+    """Returns PTX that makes two scales of values, `$1`, finite, also times the last level."""
+    most = 2.0**100
+    if dtype == "float16":
+        largest = float(jnp.finfo(dtype).max) / (levels.last * _find_step(levels, dtype) ** 3)
+        most = float(np.nextafter(np.float16(largest), np.float16(0)))
+    return f"""{{
         .reg .b32 values, low, high, most, least;
-        {0}
-        mov.b32 most, {2:#x};
-        mov.b32 least, {3:#x};
-        min.{1} values, values, most;
-        max.{1} $0, values, least;
+        {_convert_scales("$1", "values", levels, dtype)}
+        mov.b32 most, {_twice(most, dtype):#x};
+        mov.b32 least, {_twice(-most, dtype):#x};
+        min.{TWO[dtype]} values, values, most;
+        max.{TWO[dtype]} $0, values, least;
         }}"""
-KEY_SCALES = {
-    "bfloat16": _KEYS.format("mov.b32 keys, $1;", "mov.b32 values, $2;", "bf16x2"),
-    "float16": _KEYS.format(_TO_FLOAT16.format("$1", "keys"), _TO_FLOAT16.format("$2", "values"), "f16x2"),
-}
-VALUE_SCALES = {
-    "bfloat16": _VALUES.format("mov.b32 values, $1;", "bf16x2", 0x71807180, 0xF180F180),  # 2 ** 100
-    # Times the last level it is the largest number.
-    "float16": _VALUES.format(_TO_FLOAT16.format("$1", "values"), "f16x2", 0x758F758F, 0xF58FF58F),
-}
 
 
-def _widen_pairs(x, scaled: Scaled, dtype, *, token: int, column: int):
-    groups, program = scaled.groups, NUMBERS[dtype.name]
-    tokens, columns = x.shape
+def _widen_pairs(given: list, scaled: Scaled, format: StorageFormat, dtype, *, token: int, column: int):
+    groups, levels = scaled.groups, format.levels
+    assert levels is not None
+    program = make_numbers(levels[scaled.which], dtype.name)
+    tokens, columns = given[0].shape
     shape = plgpu.ShapeDtypeStruct((tokens, 2 * columns), dtype, layout=LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=shape)
-    def widen_pairs(_, x, scales):
+    @plgpu.inline_mgpu(arg_types=(*[LAYOUT] * len(given), plgpu.RefType()), return_type=shape)
+    def widen_pairs(_, x, *others):
+        *others, scales = others
         i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
         pair, of_both = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype)), ir.VectorType.get((1,), i32)
         two = llvm.StructType.get_literal([i32, i32])
-        factors = [_read_factors(scales, scaled, dtype, token + rows) for rows in (0, 8)]
+        factors = [_read_factors(scales, scaled, levels, dtype, token + rows) for rows in (0, 8)]
         halves = np.empty_like(x.registers), np.empty_like(x.registers)
+
+        def read(register):
+            """Two bytes."""
+            return arith.extui(i32, vector.extract(vector.bitcast(ir.VectorType.get((1,), i16), register), [], [0]))
+
         for at, register in np.ndenumerate(x.registers):
-            both = vector.extract(vector.bitcast(ir.VectorType.get((1,), i16), register), [], [0])
+            both, beside = read(register), [read(other.registers[at]) for other in others]
             # By columns, and by the rows that a thread has of each 16.
             mine = [factors[at[4]][groups.find_group(column + BESIDE * at[1], half)] for half in range(2)]
-            wide = llvm.inline_asm(two, [arith.extui(i32, both), *mine], program, "=r,=r,r,r,r")
+            wide = llvm.inline_asm(two, [both, *mine, *beside], program, "=r,=r" + ",r" * (3 + len(beside)))
             for half, registers in enumerate(halves):
                 number = llvm.extractvalue(i32, wide, [half])
                 registers[at] = vector.bitcast(pair, vector.broadcast(of_both, number))
         registers = np.concatenate(halves, axis=1)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    return widen_pairs(x, scaled.scales)
+    return widen_pairs(*given, scaled.scales)
 
 
-def _read_factors(scales, scaled: Scaled, dtype, token: int) -> list:
+def _read_factors(scales, scaled: Scaled, levels: tuple[Levels, Levels], dtype, token: int) -> list:
     """A token's scales for a thread, each twice in a register: of its first row of `LAYOUT`, counted from `token`."""
     groups, i32 = scaled.groups, ir.IntegerType.get_signless(32)
     bf16, wide = ir.BF16Type.get(), mgpu.utils.dtype_to_ir_type(dtype)
@@ -227,9 +271,9 @@ def _read_factors(scales, scaled: Scaled, dtype, token: int) -> list:
     for nth in range(0, groups.count, together):
         values = load(1, nth)
         if scaled.which == 0:
-            program, given = KEY_SCALES[dtype.name], zip(load(0, nth), values, strict=True)
+            program, given = make_key_scales(levels, dtype.name), zip(load(0, nth), values, strict=True)
         else:
-            program, given = VALUE_SCALES[dtype.name], ((x,) for x in values)
+            program, given = make_value_scales(levels[1], dtype.name), ((x,) for x in values)
         for operands in given:
             both = llvm.inline_asm(i32, list(operands), program, "=r" + ",r" * len(operands))
             pair = vector.bitcast(ir.VectorType.get((2,), wide), vector.broadcast(ir.VectorType.get((1,), i32), both))

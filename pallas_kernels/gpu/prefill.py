@@ -150,7 +150,10 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
 
         def widen_together(stored, tile_s, slot, which):
             """Each consumer does a share, and waits for the other's."""
-            scaled = None if groups is None else nibbles.Scaled(groups, wide[2].at[slot], which)
+            scaled = None
+            if groups is not None:
+                values = v_s.at[slot] if which == 0 and format.mixes_pairs else None
+                scaled = nibbles.Scaled(groups, wide[2].at[slot], which, values)
             share = {"share": anew(warpgroup), "shares": CONSUMERS}
             widen(stored, tile_s, format, in_pairs=interpret is None, scaled=scaled, **share)
             plgpu.commit_smem()
@@ -204,6 +207,8 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
         def ready_keys(i):
             slot = slot_of(i)
             plgpu.barrier_wait(k_ready.at[slot])
+            if format.mixes_pairs:  # values have bits of the keys
+                plgpu.barrier_wait(v_ready.at[own_slot(slot)])
             if not quantized:
                 return k_s.at[slot]
             if splits_columns:
@@ -228,7 +233,8 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
 
         def ready_values(part, i):
             slot, first = slot_of(i), first_of(part, i)
-            plgpu.barrier_wait(v_ready.at[own_slot(slot)])
+            if not format.mixes_pairs:
+                plgpu.barrier_wait(v_ready.at[own_slot(slot)])
             if quantized:
                 if splits_columns:
                     meet()  # both have multiplied by the keys, which these overwrite

@@ -637,15 +637,23 @@ def _encode(new_ref, numbers_ref, scales_ref, stored: StoredKV):
     @pl.loop(0, rows // some)
     def _(i):
         these = pl.ds(i * some, some)
-        numbers, scales = quantize(new_ref[these], stored)
-        wide = [jnp.broadcast_to(x[..., None], (*x.shape, LANES)) for x in scales]
+        new = new_ref[these]
         if nibbles.has_groups(stored):
-            numbers_ref[these] = nibbles.pack_codes(numbers[:, :1], numbers[:, 1:])
-            lines = [x[:, :, head : head + 1] for head in range(numbers.shape[2]) for x in wide]
-            scales_ref[these] = jnp.concatenate(lines, axis=2)
+            numbers_ref[these], each = nibbles.encode_pair(new[:, :1], new[:, 1:], stored)
+            lines = [
+                jnp.concatenate(
+                    [_fill_lanes(x[:, :, head : head + 1]) for head in range(new.shape[2]) for x in scales], 2
+                )
+                for scales in each
+            ]
+            scales_ref[these] = jnp.concatenate(lines, axis=1)
             return
-        numbers_ref[these] = numbers
-        scales_ref[these] = jnp.concatenate(wide, axis=1 if stored.is_packed else 2)
+        numbers_ref[these], scales = quantize(new, stored)
+        scales_ref[these] = jnp.concatenate(list(map(_fill_lanes, scales)), axis=1 if stored.is_packed else 2)
+
+
+def _fill_lanes(x):
+    return jnp.broadcast_to(x[..., None], (*x.shape, LANES))
 
 
 def _insert(new, buffer, offset, pages, staged):

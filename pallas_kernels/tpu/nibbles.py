@@ -1,4 +1,5 @@
-"""What the kernels do with pools of four bits: a byte holds an entry of a head's values and, above it, one of its keys.
+"""What the kernels do with pools of four bits: a byte holds an entry of a head's values and, above it, one of its keys,
+of four bits each or, of k5v3, of three and five.
 
 Words of 32 bits hold four tokens. Two numbers of a word at a time become 16-bit floats where they lie, by a shift, a
 mask and an exclusive or, and so the tokens of every 128 come in another order: those of even places, then the others.
@@ -20,21 +21,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.batch import StoredKV
-from pallas_kernels.common.quantization import (
-    CUBIC,
-    SCALE_PARTS,
-    SCALES_TRIED,
-    TINY,
-    UNITS_TRIED,
-    StorageFormat,
-    count_parts,
-    find_codes,
-    pick_level,
-)
+from pallas_kernels.common.quantization import TINY, StorageFormat
+from pallas_kernels.common.quantization.levels import SCALE_PARTS, Levels
 
 LANES = 128  # of a register, as in `pages`, beside which this module stands
-_EXPONENT = 0x41C0  # of a 16-bit float from 16 to 32, and what turns a code's sign bit over
-_OFFSET = 23.5  # of that float over the code and a half
+_FRACTION = 7  # bits of a 16-bit float
 
 
 def has_groups(stored: StoredKV) -> bool:
@@ -88,21 +79,27 @@ def place_tokens(lanes: jax.Array) -> jax.Array:
     return lanes - inside + jnp.where(inside < half, 2 * inside, 2 * inside - (LANES - 1))
 
 
-def widen_half(stored: jax.Array, which: int, dtype: Any) -> jax.Array:
+def widen_half(stored: jax.Array, format: StorageFormat, which: int, dtype: Any) -> jax.Array:
     """Returns the keys (0) or the values (1) of bytes `[tokens, D]`, tokens in the order of `place_tokens`."""
-    shifts = (-3, 5) if which == 1 else (1, 9)
+    assert format.levels is not None
+    levels = format.levels[which]
+    first = levels.bits - _FRACTION if which == 1 else 1  # from the lowest bits of a byte, or from the highest
     words = pltpu.bitcast(stored, jnp.int32)  # [tokens / 4, D]
-    halves = [pltpu.bitcast(_place_codes(words, shift), jnp.bfloat16) - jnp.bfloat16(_OFFSET) for shift in shifts]
+    offset = jnp.bfloat16(1.5 * 2**levels.bits - 0.5)  # of the float over the code and a half
+    codes = (_place_codes(words, shift, levels.bits) for shift in (first, first + 8))
+    halves = [pltpu.bitcast(code, jnp.bfloat16) - offset for code in codes]
     each = LANES // 2
     parts = [x[at : at + each] for at in range(0, halves[0].shape[0], each) for x in halves]
     half = jnp.concatenate(parts).astype(dtype)
-    return half * (half * half - jnp.asarray(-CUBIC, dtype))  # the model of cycles takes no sum with a constant
+    return half * (half * half - jnp.asarray(-levels.cubic, dtype))  # the model of cycles takes no sum with a constant
 
 
-def _place_codes(words: jax.Array, shift: int) -> jax.Array:
-    """Returns two codes of each word as the fractions of two 16-bit floats."""
+def _place_codes(words: jax.Array, shift: int, bits: int) -> jax.Array:
+    """Returns two codes of each word as the first bits of the fractions of two 16-bit floats from `2 ** bits` on."""
+    mask, sign = (1 << _FRACTION) - (1 << _FRACTION - bits), 1 << _FRACTION - 1
+    exponent = bits + 127 << _FRACTION
     moved = words << -shift if shift < 0 else lax.shift_right_logical(words, jnp.int32(shift))
-    return (moved & jnp.int32(0x00780078)) ^ jnp.int32(_EXPONENT * 0x10001)
+    return (moved & jnp.int32(mask * 0x10001)) ^ jnp.int32((exponent | sign) * 0x10001)  # which turns a sign bit over
 
 
 def read_group_scales(buffer: Any, stored: StoredKV) -> tuple[jax.Array, jax.Array]:
@@ -180,14 +177,29 @@ def pick_lanes(x: jax.Array, groups: int, size: int) -> jax.Array:
     return picked
 
 
-def encode_groups(x: jax.Array, format: StorageFormat, groups: int) -> tuple[jax.Array, list[jax.Array]]:
+def encode_pair(keys: jax.Array, values: jax.Array, stored: StoredKV) -> tuple[jax.Array, list[list[jax.Array]]]:
+    """Returns keys and values `[.., D]` as bytes, in 32 bits, and of each group the scales `[..]`, in float32, of keys
+    and of values."""
+    format, groups = stored.format, count_groups(stored)
+    assert format.levels is not None
+    # Both in one block of code: while sums over lanes are under way for the one, the other is divided.
+    codes, scales = zip(
+        *(encode_groups(x, format, levels, groups) for x, levels in zip((keys, values), format.levels, strict=True)),
+        strict=True,
+    )
+    return pack_codes(*codes, format), list(scales)
+
+
+def encode_groups(
+    x: jax.Array, format: StorageFormat, levels: Levels, groups: int
+) -> tuple[jax.Array, list[jax.Array]]:
     """Returns what `StorageFormat.encode` does, by what a kernel can do: codes of `[.., D]` in 32 bits, and of each
     group the scales `[..]`, in float32.
 
     A group's sums are products with ones, which leave them in all of its lanes.
     """
     size = format.group_size
-    assert size is not None and format.largest is not None
+    assert size is not None
     x = x.astype(jnp.float32)
     lane = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) // size
     bad = jnp.max(jnp.where(x - x == 0, 0.0, 1.0), axis=-1)
@@ -202,11 +214,11 @@ def encode_groups(x: jax.Array, format: StorageFormat, groups: int) -> tuple[jax
         return found
 
     largest = spread(tops)
-    unit = jnp.maximum(largest, TINY) / format.largest
-    parts = count_parts(size_of, unit)
-    least, best = None, jnp.full_like(unit, float(SCALES_TRIED[0]))
-    for tried, tried_unit in zip(SCALES_TRIED, UNITS_TRIED, strict=True):
-        lost = _sum_lanes(jnp.square(pick_level(parts, tried_unit) - parts), size)
+    unit = jnp.maximum(largest, TINY) / levels.last
+    parts = levels.count_parts(size_of, unit)
+    least, best = None, jnp.full_like(unit, float(levels.scales_tried[0]))
+    for tried, tried_unit in zip(levels.scales_tried, levels.units_tried, strict=True):
+        lost = _sum_lanes(jnp.square(levels.pick(parts, tried_unit) - parts), size)
         if least is None:
             least = lost
             continue
@@ -214,7 +226,7 @@ def encode_groups(x: jax.Array, format: StorageFormat, groups: int) -> tuple[jax
         least = jnp.minimum(lost, least)
     # Rounded as the pool's scales are, before numbers are divided by it.
     scale = (unit * (best / float(SCALE_PARTS))).astype(format.scale_dtype).astype(jnp.float32)
-    codes = find_codes(jnp.clip(x / scale, -format.largest, format.largest))
+    codes = levels.find_codes(x / scale)
     scale = jnp.where(largest > 0, scale, 0.0)
     scales = [jnp.max(jnp.where(lane == g, scale, 0.0), axis=-1) for g in range(groups)]
     return codes, [jnp.where(bad == 0, scale, jnp.nan) for scale in scales]  # a maximum may drop a NaN
@@ -236,6 +248,8 @@ def _sum_lanes(x: jax.Array, size: int) -> jax.Array:
     return lax.dot_general(parts, ones, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32).reshape(x.shape)
 
 
-def pack_codes(keys: jax.Array, values: jax.Array) -> jax.Array:
+def pack_codes(keys: jax.Array, values: jax.Array, format: StorageFormat) -> jax.Array:
     """Returns bytes, in 32 bits, of the codes of keys and of values."""
-    return ((keys & 15) << 4) | (values & 15)
+    assert format.levels is not None
+    of_keys, of_values = ((1 << levels.bits) - 1 for levels in format.levels)
+    return ((keys & of_keys) << format.levels[1].bits) | (values & of_values)

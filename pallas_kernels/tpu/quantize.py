@@ -20,7 +20,7 @@ from pallas_kernels.common.quantization import StorageFormat
 from pallas_kernels.tpu import nibbles
 from pallas_kernels.tpu.pages import LANES
 
-FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "int4_g64")
+FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "k5v3")
 
 
 def widen(stored: jax.Array, format: StorageFormat, dtype: Any, which: int) -> jax.Array:
@@ -29,7 +29,7 @@ def widen(stored: jax.Array, format: StorageFormat, dtype: Any, which: int) -> j
     if not format.is_quantized:
         return stored
     if format.group_size is not None:
-        return nibbles.widen_half(stored, which, dtype)
+        return nibbles.widen_half(stored, format, which, dtype)
     if format.float8 is None:
         return format.from_bits(stored).astype(dtype)
     # tpu7x has the conversion, and for chips before it the compiler knows a shorter way than `from_bits`.
@@ -74,10 +74,8 @@ def scales_as_given(scale, stored: StoredKV):
 
 def quantize(x: jax.Array, stored: StoredKV) -> tuple[jax.Array, list[jax.Array]]:
     """Encodes by what a kernel can do: the numbers of `[..., D]` in 32 bits, each of their scales `[...]`. Those of
-    packed rows are of keys first."""
+    packed rows are of keys first. Of four bits it is `nibbles.encode_pair`."""
     format, rank = stored.format, stored.latent_rank
-    if nibbles.has_groups(stored):
-        return nibbles.encode_groups(x, format, nibbles.count_groups(stored))
     if rank is None:
         numbers, scale = format.encode(x, jnp.dtype(jnp.float32))
         return numbers.astype(jnp.int32), [scale]

@@ -250,24 +250,25 @@ def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_
             @pl.when((begins[entry] < first + some) & (ends[entry] > first))
             def _(first=first):
                 these = pl.ds(first, some)
-                # Both in one block of code: while sums over lanes are under way for the one, the other is divided.
-                codes = []
-                for which in range(len(sources)):
-                    # What is packed cannot be turned and then unpacked.
-                    turned = jnp.swapaxes(fresh[slot, which, these].astype(jnp.float32), 0, 1)
-                    numbers, scales = quantize(turned, stored)
-                    of_numbers, of_scales = (merged for _, _, merged in pages)
-                    if nibbles.has_groups(stored):
-                        codes.append(numbers)
+                of_numbers, of_scales = (merged for _, _, merged in pages)
+                # What is packed cannot be turned and then unpacked.
+                turned = [
+                    jnp.swapaxes(fresh[slot, which, these].astype(jnp.float32), 0, 1) for which in range(len(sources))
+                ]
+                if nibbles.has_groups(stored):
+                    numbers, each = nibbles.encode_pair(*turned, stored)
+                    of_numbers[slot, 0, :, these] = numbers.astype(of_numbers.dtype)
+                    for which, scales in enumerate(each):
                         lines = [x[head : head + 1] for head in range(numbers.shape[0]) for x in scales]
                         of_scales[slot, which, :, these] = jnp.concatenate(lines).astype(of_scales.dtype)
-                        continue
+                    return
+                # Both in one block of code: while sums over lanes are under way for the one, the other is divided.
+                for which, x in enumerate(turned):
+                    numbers, scales = quantize(x, stored)
                     of_numbers[slot, which, :, these] = numbers.astype(of_numbers.dtype)
                     lines = enumerate(scales) if stored.is_packed else [(which, jnp.concatenate(scales))]
                     for part, x in lines:
                         of_scales[slot, part, :, these] = x.astype(of_scales.dtype)
-                if codes:
-                    of_numbers[slot, 0, :, these] = nibbles.pack_codes(*codes).astype(of_numbers.dtype)
 
     def step(entry, _):
         slot = entry & (depth - 1)

@@ -263,9 +263,12 @@ def _read(inputs: _Inputs, items: work_list.Items, tiling: work_list.Tiling, que
         )
         return jax.lax.optimization_barrier(scales)  # else XLA puts them in order in each fusion that reads them
 
+    stored_at = [tile_reads.read_runs(kv, which, items, tiling.run, width) for which in range(kv.shape[1])]
+    read_numbers = [format.from_bits(stored_at[0])] if rank is not None else format.read_pair(*stored_at)
+
     def read(which: int) -> tuple[jax.Array, jax.Array | None]:
         """Keys or values, and the scales that are yet to be applied."""
-        numbers = format.from_bits(tile_reads.read_runs(kv, which, items, tiling.run, width))
+        numbers = read_numbers[which]
         if not as_bytes:
             numbers = (widen_int8(numbers) if numbers.dtype == jnp.int8 else numbers).astype(dtype)
         if stored.scale is None:

@@ -148,7 +148,10 @@ def _read(slots: Slots, stored: StoredKV, dtype, head_dim: int) -> tuple[jax.Arr
     """Keys and values of slots, `[n, top_k, K, D]`; values that are not seen are 0."""
     format, rank = stored.format, stored.latent_rank
     numbers = stored.kv[slots.block, :, :, slots.offset, : format.stored_dim(head_dim)]  # [n, top_k, 2, K, ..]
-    numbers = format.from_bits(numbers)
+    if format.mixes_pairs and rank is None:
+        numbers = jnp.stack(format.read_pair(numbers[:, :, 0], numbers[:, :, 1]), axis=2)
+    else:
+        numbers = format.from_bits(numbers)
     if stored.scale is None:
         both = numbers if numbers.dtype == dtype else numbers.astype(jnp.float32)
         keys, values = both[:, :, 0], both[:, :, -1]

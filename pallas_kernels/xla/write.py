@@ -28,7 +28,7 @@ def write_kv(k, v, stored: StoredKV, batch: PagedBatch) -> StoredKV:
         numbers, *both = format.encode_packed(tokens, stored.scale.dtype, stored.packed_rank)
         scales = jnp.concatenate(both, axis=1)
     else:
-        numbers, scales = format.encode(tokens, stored.scale.dtype, stored.latent_rank)
+        numbers, scales = format.encode(tokens, stored.scale.dtype, stored.latent_rank, axis=1)
     return stored.replace(put(kv, numbers, slice(0, numbers.shape[-1])), put(stored.scale, scales))
 
 

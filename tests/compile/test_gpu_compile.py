@@ -92,11 +92,11 @@ if NIGHTLY:
         "96-int4": 128,
         "192-int4": 168,
         "gemma2-2b-int4": 168,
-        "llama3-8b-int4_g64": 128,
-        "llama3.2-1b-int4_g64": 96,
-        "96-int4_g64": 128,
-        "192-int4_g64": 168,
-        "gemma2-2b-int4_g64": 168,
+        "llama3-8b-k5v3": 128,
+        "llama3.2-1b-k5v3": 96,
+        "96-k5v3": 128,
+        "192-k5v3": 168,
+        "gemma2-2b-k5v3": 168,
     }
 CUT_QUANTISED = ("gemma2", "96", "192")  # whose contexts are, as of `CUT`
 WIDE_QUANTISED = ["512-int8", "512-float8_e4m3fn", "512-float8_e5m2", "512-window-int8"] * NIGHTLY
@@ -250,7 +250,7 @@ def test_quantised_within_budget(name, report):
     spills = 4 if name == "llama3-8b-float8_e4m3fn" else 0
     assert decode["spills"] == 0 and prefill["spills"] <= (spills if QUANTISED[name] <= 128 else 72)
     assert decode["registers"] <= QUANTISED[name]
-    assert decode["shared_memory"] <= (113_000 if QUANTISED[name] <= 128 else 227_000)
+    assert decode["shared_memory"] <= (113_000 if QUANTISED[name] <= 128 else 227 * 1024)
     assert registers_after_trade(prefill) <= 128 * 3 * prefill["registers"] and prefill["shared_memory"] <= 227 * 1024
     # Decode multiplies K from registers; of prefill one more than in 16 bits, for K widened.
     assert decode["of_registers"] == decode["wgmma"] // 2

@@ -140,11 +140,12 @@ def test_nothing_is_as_large_as_tokens_times_context():
 LAYERS = {
     "plain": (PLAIN, "float32", 1e-5), "latent": (LATENT, "float32", 1e-5), "int8": (PLAIN, "int8", 0.03),
     "latent int8": (LATENT, "int8", 0.03), "float8": (PLAIN, "float8_e4m3fn", 0.03), "int4": (PLAIN, "int4", 0.03),
+    "k5v3": (PLAIN, "k5v3", 0.03),
     "bfloat16": (PLAIN, "bfloat16", 0.03), "windows": (dataclasses.replace(PLAIN, window=7), "float32", 1e-5),
     "chunks": (dataclasses.replace(PLAIN, chunk=6), "float32", 1e-5),
     "two widths": (dataclasses.replace(PLAIN, v_head_dim=6), "float32", 1e-5),
 }  # fmt: skip
-BY_DAY = ["plain", "latent int8", "int4", "windows"]
+BY_DAY = ["plain", "latent int8", "int4", "k5v3", "windows"]
 
 
 @functools.partial(jax.jit, static_argnames="scale")

@@ -84,7 +84,7 @@ CALLS = {
     "dtype": (
         lambda c: config(dtype="int8x"),
         ValueError,
-        "dtype must be one of bfloat16, float16, float32, int8, float8_e4m3fn, float8_e5m2, int4, int4_g64, not int8x",
+        "dtype must be one of bfloat16, float16, float32, int8, float8_e4m3fn, float8_e5m2, int4, k5v3, not int8x",
     ),
     "layout": (lambda c: config(layout="dense"), ValueError, "layout must be 'paged' or 'contiguous', not 'dense'"),
     "contiguous": (

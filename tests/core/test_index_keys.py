@@ -89,7 +89,7 @@ def assert_same_keys(cache, rows=((0, 0), (1, 1)), atol=0.0, lengths=LENGTHS):
 
 FORMATS = {
     "float32": 0.0, "bfloat16": 0.02, "int8": 0.02, "float8_e4m3fn": 0.2, "float8_e5m2": 0.4, "int4": 0.02,
-    "int4_g64": 0.02,
+    "k5v3": 0.02,
 }  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def test_which_layers_join():
         assert forms(make_config(layers=layers, head_dim_multiple=multiple), form) == (0,)
         assert forms(make_config(False, layers=layers, head_dim_multiple=multiple), Apart) == (0,)
     for dim, form in ((96, Apart), (64, Nibbles), (128, Nibbles)):
-        layers = (dataclasses.replace(four_bits, head_dim=dim, dtype="int4_g64"),)
+        layers = (dataclasses.replace(four_bits, head_dim=dim, dtype="k5v3"),)
         assert forms(make_config(layers=layers, head_dim_multiple=128), form) == (0,)
     narrow = make_config(layers=(dataclasses.replace(four_bits, head_dim=64),), head_dim_multiple=128)
     assert narrow.pool_shape(0) == (31, 1, 2, BLOCK, 128)
@@ -210,14 +210,14 @@ def test_which_kernels_read_it(platform):
     unread = jaxkv.explain(q, jaxkv.init(int4.replace(join_kv=False)), platform=platform)
     assert unread.implementation == {"cuda": "gpu"}.get(platform, "xla"), unread.reason
     assert platform != "tpu" or "give the cache join_kv=True" in unread.reason
-    odd = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=96, dtype="int4_g64"),)
+    odd = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=96, dtype="k5v3"),)
     unread = jaxkv.explain(
         jax.ShapeDtypeStruct((ROWS, 1, HEADS, 96), jnp.bfloat16),
         jaxkv.init(int4.replace(layers=odd, join_kv=platform == "tpu")),
         platform=platform,
     )
     assert unread.implementation == {"cuda": "gpu"}.get(platform, "xla"), unread.reason
-    assert platform != "tpu" or ("read int4_g64 where" in unread.reason and "multiples of 64" in unread.reason)
+    assert platform != "tpu" or ("read k5v3 where" in unread.reason and "multiples of 64" in unread.reason)
     apart = jaxkv.explain(q, jaxkv.init(config.replace(join_kv=False)), platform=platform)
     assert "A head_dim of 64 is stored as 128." in apart.reason
     exact = jaxkv.explain(q, jaxkv.init(config.replace(head_dim_multiple=1)), platform="cpu")

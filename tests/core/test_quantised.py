@@ -19,9 +19,9 @@ LAYERS = (
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),
     jaxkv.LayerConfig(num_kv_heads=1, head_dim=36, window=5),
 )
-KINDS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "int4_g64")
+KINDS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "k5v3")
 # The largest error of a number of normal data.
-ERRORS = {"int8": 0.02, "float8_e4m3fn": 0.2, "float8_e5m2": 0.4, "int4": 0.4, "int4_g64": 0.4}
+ERRORS = {"int8": 0.02, "float8_e4m3fn": 0.2, "float8_e5m2": 0.4, "int4": 0.4, "k5v3": 0.4}
 
 quickly_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -117,7 +117,7 @@ def test_scales_go_where_the_numbers_go(kind, stacked, tmp_path):
 @pytest.mark.parametrize("join_kv", [*[False] * NIGHTLY, True])
 def test_groups_of_64_go_where_the_numbers_go(join_kv, tmp_path):
     """A prompt in pieces, fork, swap, save and load, send: the same bits under the same two scales of a head."""
-    layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=128, dtype="int4_g64")
+    layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=128, dtype="k5v3")
     sizes = dict(max_seqs=ROWS, block_size=BLOCK, num_blocks=30, max_seq_len=40, head_dim_multiple=128)
     config = jaxkv.CacheConfig(layers=(layer,), **sizes, join_kv=join_kv)
     kv = np.random.default_rng(0).normal(size=(2, 1, ROWS, 9, 2, 128)).astype(np.float32)
@@ -141,7 +141,7 @@ def test_groups_of_64_go_where_the_numbers_go(join_kv, tmp_path):
             equal(got, same)
         for got, same in zip(cache.read(0, jnp.full(9, row), jnp.arange(9)), read, strict=True):
             equal(got, same)
-    assert np.abs(np.asarray(read[0]) - kv[0, 0, 0]).max() < ERRORS["int4_g64"]
+    assert np.abs(np.asarray(read[0]) - kv[0, 0, 0]).max() < ERRORS["k5v3"]
 
 
 @quickly_compiled
@@ -209,7 +209,7 @@ def test_capacity_at_equal_bytes():
 
     plain = tokens("bfloat16")
     assert tokens("int8") > 1.93 * plain and tokens("float8_e4m3fn") > 1.93 * plain
-    assert tokens("int4") > 3.5 * plain and tokens("int4_g64") > 3.75 * plain
+    assert tokens("int4") > 3.5 * plain and tokens("k5v3") > 3.75 * plain
 
 
 def test_layers_of_several_kinds_and_what_is_refused():
@@ -220,9 +220,12 @@ def test_layers_of_several_kinds_and_what_is_refused():
         jaxkv.gather(cache, 0, layer=0, raw=True)
     with pytest.raises(ValueError, match=r"int4 stores two numbers to a byte, .* but layer 0 has 15"):
         make_config("int4", (jaxkv.LayerConfig(num_kv_heads=1, head_dim=15),), head_dim_multiple=1)
+    for layer, rows in ((dict(rank=32), "latent"), (dict(v_head_dim=32), "with v_head_dim")):
+        with pytest.raises(ValueError, match=rf"k5v3 stores .* of one width, but layer 0 is {rows}, .* \"int4\" or"):
+            make_config("k5v3", (jaxkv.LayerConfig(num_kv_heads=1, head_dim=64, **layer),))
     with pytest.raises(ValueError, match=r"one of bfloat16, .*, not fp8: did you mean float8_e4m3fn\?$"):
         jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64, dtype="fp8")
-    with pytest.raises(ValueError, match=r"CacheConfig.dtype must be one of bfloat16, .*int4, int4_g64, not int16"):
+    with pytest.raises(ValueError, match=r"CacheConfig.dtype must be one of bfloat16, .*int4, k5v3, not int16"):
         make_config("int16")
     _, host = jaxkv.swap_out(filled("int8"), 0)
     with pytest.raises(ValueError, match=r"are int8.* with scales float32.*, but the cache's are bfloat16"):

@@ -57,8 +57,8 @@ def decode_stored(config, layer, k, v):
 def _decode_stored(config, layer, k, v):
     found, kind = config.layers[layer], config.kind(layer)
     pair = [k] if v is None else [jnp.concatenate([v, k], -1)] if found.v_head_dim else [k, v]
-    numbers, scale = config.encode(layer, jnp.moveaxis(jnp.stack(pair), 1, 2)[None])
-    both = kind.decode(numbers, scale, found.row_dim, found.row_rank)
+    numbers, scale = config.encode(layer, jnp.moveaxis(jnp.stack(pair), 1, 2)[None], axis=1)
+    both = kind.decode(numbers, scale, found.row_dim, found.row_rank, axis=1)
     return jnp.moveaxis((rotate(both) if config.rotates(layer) else both)[0], 1, 2)
 
 
@@ -141,7 +141,7 @@ CASES = {
     "slopes": ((LAYER,), {}, {"alibi": SLOPES}),
     "other widths": ((WIDTHS,), {}, {}),
     "latent": ((LATENT,), {"dtype": "int8"}, {"scale": 0.2}),
-    "groups of 64": ((jaxkv.LayerConfig(num_kv_heads=K, head_dim=128),), {"dtype": "int4_g64"}, {}),
+    "groups of 64": ((jaxkv.LayerConfig(num_kv_heads=K, head_dim=128),), {"dtype": "k5v3"}, {}),
     "deterministic": ((LAYER,), {}, {"deterministic": True}),
     "joined": ((LAYER,), {"head_dim_multiple": 128, "join_kv": True}, {}),
     "the newest alone": ((LAYER,), {"residual_length": 48}, {}),

@@ -31,6 +31,12 @@ BAD = {
     "lengths in a list": (lambda i: {"lengths": i.lengths.tolist()}, "lengths must be an array, not a list"),
     "lengths' dtype": (lambda i: {"lengths": i.lengths.astype(jnp.uint32)}, r"lengths must be int32, not uint32"),
 }
+K5V3_ROWS = (
+    lambda i: {
+        "kind": "k5v3", "rank": 32, "kv": i.kv[:, :1].astype(jnp.uint8), "kv_scale": jnp.ones((7, 1, 2, 16, 1)),
+    },
+    r"rows have scales of both apart, kv_scale \(7, 2, 2, 16, 1\), not \(7, 1, 2, 16, 1\): store latent rows in",
+)  # fmt: skip
 INT8_ROWS = {"kind": "int8", "rank": 32, "scale": 0.1}
 BAD_ATTENTION = BAD | {
     "q's rank": (lambda i: {"q": i.q[0, 0]}, r"q must be padded \[S, T, H, D\] or packed \[N, H, D\].*\(4, 64\)"),
@@ -50,6 +56,7 @@ BAD_ATTENTION = BAD | {
         lambda i: INT8_ROWS | {"kv": i.kv[:, :1].astype(jnp.int8), "kv_scale": jnp.ones((7, 1, 2, 16))},
         r"and two, \(7, 1, 2, 16, 2\) \(or \(7, 2, 2, 16\), where keys stand behind the values\), not \(7, 1, 2, 16\)",
     ),
+    "k5v3 of latent rows": K5V3_ROWS,
     "int4's scales as of joined rows": (
         lambda i: (
             INT8_ROWS | {"kind": "int4", "kv": i.kv[:, :1].astype(jnp.uint8), "kv_scale": jnp.ones((7, 2, 2, 16))}
@@ -80,6 +87,7 @@ BAD_ATTENTION = BAD | {
     ),
 }
 BAD_WRITE = BAD | {
+    "k5v3 of latent rows": (lambda i: K5V3_ROWS[0](i) | {"v": None}, K5V3_ROWS[1]),
     "k's rank": (lambda i: {"k": i.q[0, 0], "v": i.q[0, 0]}, r"k must be padded \[S, T, K, D\] or packed \[N, K, D\]"),
     "k's rows": (lambda i: {"k": i.q[:1, :, :2], "v": i.q[:1, :, :2]}, r"k has 1 rows, but the tables have 2"),
     "k and v": (lambda i: {"v": i.q[:, :, :2, :32]}, r"k and v must be alike.*\[2, 1, 2, 64\].*\[2, 1, 2, 32\]"),

@@ -11,6 +11,7 @@ from nightly import NIGHTLY
 import pallas_kernels
 from pallas_kernels import IMPLEMENTATIONS, reference, testing
 from pallas_kernels.api import reference_backend
+from pallas_kernels.common.quantization import FORMATS
 from pallas_kernels.testing import Case
 from pallas_kernels.xla import work_list as work
 
@@ -114,6 +115,23 @@ def test_scales_of_a_quantised_pool():
         return reference.paged_attention(kv=kv.astype(jnp.float32) * kv_scale[..., None], **arguments)
 
     assert_gradients_close(gradient(pallas_kernels.paged_attention), gradient(dequantised))
+
+
+def test_scales_of_keys_and_values_that_share_bits():
+    case = Case(lengths=(5, 30), new=(1, 4), head_dim=128)
+    variables, rest, loss = make_problem(case)
+    rng, shape = np.random.default_rng(0), variables.pop("kv").shape
+    stored = jnp.asarray(rng.integers(0, 256, (*shape[:-1], 64)), jnp.uint8)
+    variables["kv_scale"] = jnp.asarray(rng.uniform(0.5, 1.5, (*shape[:-1], 2)) / 6000, jnp.float32)
+
+    def gradient(attend):
+        return jax.jit(jax.grad(lambda variables: loss(attend, variables, rest | {"kv": stored})))(variables)
+
+    def decoded(kv, kv_scale, **arguments):
+        return reference.paged_attention(kv=FORMATS["k5v3"].decode(kv, kv_scale, 128, axis=1), **arguments)
+
+    attend = functools.partial(pallas_kernels.paged_attention, kind="k5v3")
+    assert_gradients_close(gradient(attend), gradient(decoded))
 
 
 def test_scales_of_joined_rows():

@@ -11,35 +11,25 @@ from nightly import NIGHTLY, compiles_for_cpus
 
 import pallas_kernels
 from pallas_kernels import reference, testing
-from pallas_kernels.common.quantization import (
-    FORMATS,
-    LEVELS_ABOVE_0,
-    PART,
-    QUANTIZED as KINDS,
-    SCALE_PARTS,
-    SCALES_TRIED,
-    TINY,
-    UNITS_TRIED,
-    find_least_at_once,
-    find_least_in_turn,
-    lose_parts,
-    pick_level,
-)
+from pallas_kernels.common.quantization import FORMATS, QUANTIZED as KINDS, TINY, unpack_nibbles
+from pallas_kernels.common.quantization.levels import FIVE_BITS, FOUR_BITS, SCALE_PARTS, THREE_BITS
 from pallas_kernels.testing import Case
 from pallas_kernels.xla import int8_product as digits
 
+LEVELS = pytest.mark.parametrize("levels", [THREE_BITS, FOUR_BITS, FIVE_BITS], ids=["3", "4", "5"])
 SCALES = {kind: FORMATS[kind].scale_dtype for kind in KINDS}
 # Rounding to so many steps, or to so many bits, of normal data; in the Euclidean norm.
-ROUND_TRIP = {"int8": 0.008, "float8_e4m3fn": 0.03, "float8_e5m2": 0.06, "int4": 0.082, "int4_g64": 0.086}
-ATTENTION = {"int8": 0.01, "float8_e4m3fn": 0.04, "float8_e5m2": 0.085, "int4": 0.13, "int4_g64": 0.14}
+ROUND_TRIP = {"int8": 0.008, "float8_e4m3fn": 0.03, "float8_e5m2": 0.06, "int4": 0.082, "k5v3": 0.125}
+ATTENTION = {"int8": 0.01, "float8_e4m3fn": 0.04, "float8_e5m2": 0.085, "int4": 0.13, "k5v3": 0.2}
 
 quickly_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def round_trip(x, kind, scale_dtype):
-    stored, scale = FORMATS[kind].encode(x, scale_dtype)
-    return FORMATS[kind].decode(stored, scale, x.shape[-1]), stored, scale
+    """`[N, 2, ..]`: keys and values."""
+    stored, scale = FORMATS[kind].encode(x, scale_dtype, axis=1)
+    return FORMATS[kind].decode(stored, scale, x.shape[-1], axis=1), stored, scale
 
 
 def normal(*shape, seed=0):
@@ -53,11 +43,11 @@ def error(got, wanted):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e30])
 def test_round_trip(kind, size):
-    x = normal(50, 3, 80) * np.float32(size)
+    x = normal(50, 2, 80) * np.float32(size)
     got, stored, scale = round_trip(x, kind, SCALES[kind])
     assert error(got / np.float32(size), x / np.float32(size)) < ROUND_TRIP[kind]
     assert stored.shape[-1] == FORMATS[kind].stored_dim(80) and stored.dtype == FORMATS[kind].storage_dtype
-    assert scale.shape == (50, 3, *FORMATS[kind].scale_axes(80)) and scale.dtype == SCALES[kind]
+    assert scale.shape == (50, 2, *FORMATS[kind].scale_axes(80)) and scale.dtype == SCALES[kind]
 
 
 def test_int8_of_small_numbers():
@@ -68,50 +58,61 @@ def test_int8_of_small_numbers():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_stored_of_a_head_depends_on_it_alone(kind):
-    x = normal(6, 4, 64)
-    x[0, 0], x[1, 1, 5], x[2, 2, 7], x[3, 3, :] = 0, np.nan, np.inf, 3e38
+    x = normal(6, 2, 4, 64)
+    x[0, 0, 0], x[1, 1, 1, 5], x[2, 0, 2, 7], x[3, 1, 3, :] = 0, np.nan, np.inf, 3e38
     got, stored, scale = (np.asarray(part) for part in round_trip(x, kind, SCALES[kind]))
     for token in range(6):
-        alone = round_trip(x[token : token + 1, 1:3], kind, SCALES[kind])
-        np.testing.assert_array_equal(alone[1][0], stored[token, 1:3])
-        np.testing.assert_array_equal(np.asarray(alone[2][0], np.float32), np.asarray(scale[token, 1:3], np.float32))
-    assert (got[0, 0] == 0).all() and np.isfinite(got[3, 3]).all()
+        alone = round_trip(x[token : token + 1, :, 1:3], kind, SCALES[kind])
+        np.testing.assert_array_equal(alone[1][0], stored[token, :, 1:3])
+        np.testing.assert_array_equal(np.asarray(alone[2][0], np.float32), np.asarray(scale[token, :, 1:3], np.float32))
+    assert (got[0, 0, 0] == 0).all() and np.isfinite(got[3, 1, 3]).all()
     lost = ~np.isfinite(got)
-    assert lost[1, 1].all() and lost[2, 2].all() and lost.sum() == 2 * 64
+    assert lost[1, 1, 1].all() and lost[2, 0, 2].all() and lost.sum() == 2 * 64
 
 
-def test_scales_tried_in_turn_and_at_once_are_the_same():
+@LEVELS
+def test_scales_tried_in_turn_and_at_once_are_the_same(levels):
     """The first of several that lose as much; entries that fill a group count for nothing."""
     rng = np.random.default_rng(0)
-    parts = np.round(np.abs(rng.normal(0, 900, (400, 3, 32)))).astype(np.float32)
+    spread = SCALE_PARTS * levels.last_parts * 0.36
+    parts = np.round(np.abs(rng.normal(0, spread, (400, 3, 32)))).astype(np.float32)
     parts[:50] = 0  # all scales lose as much
     is_entry = np.ones(parts.shape, np.float32)
     is_entry[:, 2, 20:] = parts[:, 2, 20:] = 0
-    at_once, in_turn = (np.asarray(jax.jit(f)(parts, is_entry)) for f in (find_least_at_once, find_least_in_turn))
+    at_once, in_turn = (
+        np.asarray(jax.jit(f)(parts, is_entry)) for f in (levels.find_least_at_once, levels.find_least_in_turn)
+    )
     np.testing.assert_array_equal(at_once, in_turn)
-    assert len(np.unique(at_once)) == len(SCALES_TRIED)
+    assert len(np.unique(at_once)) == len(levels.scales_tried)
 
 
-@pytest.mark.parametrize("unit", UNITS_TRIED)
-def test_levels_of_a_known_unit(unit):
+def list_entries(levels):
+    """All the sizes, in parts, that a number of a group can have."""
+    return jnp.arange(SCALE_PARTS * levels.last_parts + 1, dtype=jnp.float32)
+
+
+@LEVELS
+def test_levels_of_a_known_unit(levels):
     """A kernel picks them from a table, to the bit."""
-    entries = jnp.arange(round(SCALE_PARTS * LEVELS_ABOVE_0[-1] / PART) + 1, dtype=jnp.float32)
-    np.testing.assert_array_equal(pick_level(entries, unit) - entries, lose_parts(entries, unit))
+    entries = list_entries(levels)
+    for unit in levels.units_tried:
+        np.testing.assert_array_equal(levels.pick(entries, unit) - entries, levels.lose(entries, unit))
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4_g64"])
+@pytest.mark.parametrize("kind", ["int4", "k5v3"])
 def test_errors_of_scales_are_summed_exactly(kind):
     """Whatever the order: of a group whose entries all lose the most, float32 holds the sum of the squares."""
-    entries = jnp.arange(round(SCALE_PARTS * LEVELS_ABOVE_0[-1] / PART) + 1, dtype=jnp.float32)
-    most = max(float(jnp.square(lose_parts(entries, unit)).max()) for unit in UNITS_TRIED)
-    assert most * FORMATS[kind].group_size < 2**24
+    for levels in FORMATS[kind].levels:
+        entries = list_entries(levels)
+        most = max(float(jnp.square(levels.lose(entries, unit)).max()) for unit in levels.units_tried)
+        assert most * FORMATS[kind].group_size < 2**24 and most < 2**18  # which kernels sum by products
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_groups_of_64_take_four_bits_and_a_quarter(head_dim):
-    kind = FORMATS["int4_g64"]
-    stored, scale = jax.eval_shape(kind.encode, jax.ShapeDtypeStruct((head_dim,), jnp.float32))
-    assert 8 * (stored.size + 2 * scale.size) == 4.25 * head_dim and scale.dtype == jnp.bfloat16
+    pair = jax.ShapeDtypeStruct((2, head_dim), jnp.float32)
+    stored, scale = jax.eval_shape(functools.partial(FORMATS["k5v3"].encode, axis=0), pair)
+    assert 8 * (stored.size + 2 * scale.size) == 4.25 * pair.size and scale.dtype == jnp.bfloat16
 
 
 @pytest.mark.skipif(not compiles_for_cpus(), reason="what another compiler keeps is its own")
@@ -126,38 +127,56 @@ def test_all_bits_of_int4_are_levels():
     """Every byte is two levels, which are what the table says, and goes back to itself."""
     int4, stored = FORMATS["int4"], jnp.arange(256, dtype=jnp.uint8)[:, None]
     numbers = np.asarray(int4.from_bits(stored))
-    levels = np.array([*(-x for x in reversed(LEVELS_ABOVE_0)), *LEVELS_ABOVE_0])
+    levels = list_levels(FOUR_BITS)
     for half, code in ((0, np.arange(256) % 16), (1, np.arange(256) // 16)):
         np.testing.assert_array_equal(numbers[:, half], levels[(code + 8) % 16])
     np.testing.assert_array_equal(int4.to_bits(numbers), stored)
 
 
-@pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("int4", 16), ("int4_g64", 64), ("int4_g64", 48)])
-def test_four_bits_take_the_nearest_levels_of_the_best_scale(kind, group):
+def test_all_bits_of_k5v3_are_levels():
+    """Every byte of a packed row is a value of eight levels and, above it, a key of 32; apart as they are together."""
+    k5v3, rows = FORMATS["k5v3"], np.arange(256, dtype=np.uint8)[:, None].repeat(2, axis=1)
+    values, keys = np.split(np.asarray(k5v3.from_bits(rows)), 2, axis=-1)
+    np.testing.assert_array_equal(values[:, 0], list_levels(THREE_BITS)[(np.arange(256) % 8 + 4) % 8])
+    np.testing.assert_array_equal(keys[:, 0], list_levels(FIVE_BITS)[(np.arange(256) // 8 + 16) % 32])
+    apart = k5v3.read_pair(*unpack_nibbles(rows))
+    np.testing.assert_array_equal(apart[0], keys)
+    np.testing.assert_array_equal(apart[1], values)
+
+
+def list_levels(levels):
+    return np.array([*(-x for x in reversed(levels.above_0)), *levels.above_0])
+
+
+@pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("int4", 16), ("k5v3", 64), ("k5v3", 48)])
+@pytest.mark.parametrize("which", [0, 1])
+def test_numbers_take_the_nearest_levels_of_the_best_scale(kind, group, which):
     """Against NumPy, which tries all: normal numbers, a few large ones, equal ones, and one alone; a full group, and
     one that is not."""
     x = normal(60, group) * np.float32(10) ** np.arange(-30, 30, dtype=np.float32)[:, None]
     x[:20, ::5] *= 30
     x[20:25], x[25:30, 1:] = x[20:25, :1], 0
-    stored, scale = FORMATS[kind].encode(x)
-    got = np.asarray(FORMATS[kind].decode(stored, scale, group), np.float64)
-    levels = np.array([*(-n for n in LEVELS_ABOVE_0), *LEVELS_ABOVE_0])
+    got, _, scale = round_trip(np.stack([x, x], axis=1), kind, SCALES[kind])
+    got, scale = np.asarray(got[:, which], np.float64), scale[:, which]
+    levels = FORMATS[kind].levels[which]
 
     def lose(scale):
-        nearest = np.abs(x[..., None] - np.asarray(scale, np.float64)[:, None, None] * levels).min(axis=-1)
+        numbers = np.asarray(scale, np.float64)[:, None, None] * list_levels(levels)
+        nearest = np.abs(x[..., None] - numbers).min(axis=-1)
         return np.linalg.norm(nearest, axis=1)
 
     np.testing.assert_allclose(np.linalg.norm(got - x, axis=1), lose(scale[:, 0]), rtol=1e-4)
-    largest = np.maximum(np.abs(x).max(axis=1), TINY) / np.float32(LEVELS_ABOVE_0[-1])
-    tried = [lose(largest * np.float32(part / SCALE_PARTS)) for part in SCALES_TRIED]
-    off = 2**-8 * np.linalg.norm(x.astype(np.float64), axis=1)  # by a scale in bfloat16
-    assert (lose(scale[:, 0]) < np.min(tried, axis=0) + off).all()
+    largest = np.maximum(np.abs(x).max(axis=1), TINY) / np.float32(levels.last)
+    tried = [lose(largest * np.float32(part / SCALE_PARTS)) for part in levels.scales_tried]
+    least = np.min(tried, axis=0)
+    off = 2**-8 * np.maximum(np.linalg.norm(x.astype(np.float64), axis=1), least)  # by a scale in bfloat16
+    assert (lose(scale[:, 0]) < least + off).all()
 
 
 def test_int4_loses_less_than_even_steps_would():
     """Of normal numbers: 0.63 of the squared error of 15 even steps up to the largest number of each 32."""
-    x = normal(2000, 32)
-    step = np.abs(x).max(axis=1, keepdims=True) / 7
+    x = normal(1000, 2, 32)
+    step = np.abs(x).max(axis=-1, keepdims=True) / 7
     even = error(np.round(x / step) * step, x)
     assert error(round_trip(x, "int4", SCALES["int4"])[0], x) ** 2 < 0.65 * even**2
 
@@ -177,7 +196,7 @@ CASES = {
 
 
 BY_DAY = {
-    "decode": ("int8", "float8_e5m2", "int4_g64"), "chunks under a window": ("float8_e4m3fn",), "packed": ("int4",),
+    "decode": ("int8", "float8_e5m2", "k5v3"), "chunks under a window": ("float8_e4m3fn",), "packed": ("int4",),
     "joined": ("int8",),
 }  # fmt: skip
 EACH = [

@@ -55,7 +55,7 @@ def test_its_tokens_are_bytes():
     assert (config.byte_tokens, config.vocab_size, config.eos_ids) == (True, 256, (0,))
 
 
-KINDS = [("int8", 0.005), ("float8_e4m3fn", 0.01), ("int4", 0.05), ("int4_g64", 0.05)]
+KINDS = [("int8", 0.005), ("float8_e4m3fn", 0.01), ("int4", 0.05), ("k5v3", 0.05)]
 
 
 @pytest.mark.parametrize(("kind", "most"), KINDS if NIGHTLY else KINDS[:1])

@@ -392,7 +392,7 @@ JOBS = {
         f"{n}-{kind}": lambda n=n, kind=kind: attention(
             AttentionShape(10, 2, n, num_layers=1), kind=kind, block_size=32, tokens=64, dtype=jnp.float16
         )
-        for n, kind in itertools.product((96, 192), ("int4", "int4_g64"))
+        for n, kind in itertools.product((96, 192), ("int4", "k5v3"))
     },
     "512-window-int8": lambda: attention(
         AttentionShape(16, 2, 512, num_layers=1, window=100), kind="int8", block_size=32, tokens=64, sink_tokens=4

@@ -32,26 +32,30 @@ def widened(head_dim, which, dtype="bfloat16", piece=32, *, from_registers=False
     One scale of a value is infinite: keys of that token and group are NaN.
     """
     columns, format = -(-head_dim // 64) * 32, FORMATS[kind]
+    count = 2 if format.mixes_pairs else 1  # of tiles: keys are widened with the values'
     groups = nibbles.EntryGroups(format.group_size, head_dim, piece)
     slots, (wide, _, scales) = dequantize.slots_and_wide(
-        jnp.uint8, jnp.dtype(dtype), format, Tile(tokens=TOKENS, stages=1), 2 * columns, groups
+        jnp.uint8, jnp.dtype(dtype), format, Tile(tokens=TOKENS, stages=count), 2 * columns, groups
     )
 
     def kernel(bytes_ref, scale_ref, out_ref, bytes_s, scales_s, wide_s):
-        bytes_s.at[0][...] = plgpu.load(bytes_ref, layout=LAYOUT, optimized=False)
+        for i in range(count):
+            bytes_s.at[i][...] = plgpu.load(bytes_ref.at[i], layout=LAYOUT, optimized=False)
         for i, j, first in itertools.product(range(2), range(TOKENS // piece), range(0, groups.line, 64)):
             some = pl.ds(first, 64)
             line = plgpu.load(scale_ref.at[i, j, some], layout=LAYOUT.reduce(1), optimized=False)
             store(scales_s.at[0, i, j, some], line)
         plgpu.commit_smem()
-        scaled = nibbles.Scaled(groups, scales_s.at[0], which)
+        mine = bytes_s.at[which if format.mixes_pairs else 0]
+        beside = bytes_s.at[1] if format.mixes_pairs and which == 0 else None
+        scaled = nibbles.Scaled(groups, scales_s.at[0], which, beside)
         if not from_registers:
-            dequantize.widen(bytes_s.at[0], wide_s, format, in_pairs=True, scaled=scaled)
+            dequantize.widen(mine, wide_s, format, in_pairs=True, scaled=scaled)
             plgpu.commit_smem()
         for token in range(0, TOKENS, 64):
             rows = pl.ds(token, 64)
             if from_registers:
-                part = bytes_s.at[0, rows]
+                part = mine.at[rows]
                 x = nibbles.widened(part, wide_s.dtype, format, scaled, in_pairs=True, token=token)
             else:
                 x = plgpu.load(wide_s.at[rows], layout=LAYOUT)
@@ -61,7 +65,7 @@ def widened(head_dim, which, dtype="bfloat16", piece=32, *, from_registers=False
         shape = jax.ShapeDtypeStruct((TOKENS, 2 * columns), dtype)
         return plgpu.kernel(kernel, out_type=shape, scratch_types=[slots, scales, wide])(stored, scale)
 
-    shapes = (TOKENS, columns), (2, TOKENS // piece, groups.line)
+    shapes = (count, TOKENS, columns), (2, TOKENS // piece, groups.line)
     rng = np.random.default_rng(0)
     stored = rng.integers(0, 256, shapes[0], np.uint8)
     scale = np.asarray(rng.uniform(0.001, 1, (2, TOKENS, groups.count)), format.scale_dtype)
@@ -75,7 +79,7 @@ def widened(head_dim, which, dtype="bfloat16", piece=32, *, from_registers=False
     def entries(x):  # without the padding of either half
         return np.asarray(x, np.float32).reshape(TOKENS, 2, columns)[..., : head_dim // 2].reshape(TOKENS, head_dim)
 
-    got, levels = entries(out), entries(format.from_bits(jnp.asarray(stored)))
+    got, levels = entries(out), entries(format.read_pair(*map(jnp.asarray, (stored[0], stored[-1])))[which])
     wanted = levels * np.repeat(scale[which].astype(np.float32), format.group_size, axis=1)[:, :head_dim]
     known = np.isfinite(wanted) & np.isfinite(got)
     return {
@@ -122,14 +126,14 @@ def assembly_of(f, *arrays):
         return assembly.read()
 
 
-def planted(symbol, right, wrong, *given):
+def planted(symbol, right, wrong, *given, kind="int4"):
     """Negative control: the same with a mistake in it."""
     from gpu_mistakes import plant
 
     def job():
         with pytest.MonkeyPatch.context() as patch:
             plant(patch, Plant(f"nibbles:{symbol}", right, wrong))
-            return widened(*given or (96, 0))
+            return widened(*given or (96, 0), kind=kind)
 
     return job
 
@@ -145,11 +149,16 @@ JOBS = {
     **{f"values of {n}": lambda n=n: widened(n, 1, piece=64) for n in (64, 80, 96, 192, 256)},
     **{
         f"{('keys', 'values')[which]} of {n}, groups of 64": lambda n=n, which=which: widened(
-            n, which, kind="int4_g64", from_registers=which == 0
+            n, which, kind="k5v3", from_registers=which == 0
         )
         for n, which in itertools.product((64, 96, 128, 192, 256), (0, 1))
     },
-    "values of 64, float16, groups of 64": lambda: widened(64, 1, "float16", kind="int4_g64"),
+    **{
+        f"{('keys', 'values')[which]} of 64, float16, groups of 64": lambda which=which: widened(
+            64, which, "float16", kind="k5v3"
+        )
+        for which in range(2)
+    },
     "values of 32, float16": lambda: widened(32, 1, "float16", piece=128),
     "control: lanes": planted("_read_factors", "arith.shrui(thread, constant(2))", "arith.shrui(thread, constant(3))"),
     "control: warps": planted("_read_factors", "constant(48)", "constant(16)"),
@@ -163,6 +172,15 @@ JOBS = {
         "_widen_pairs", "np.concatenate(halves, axis=1)", "np.concatenate(halves[::-1], axis=1)"
     ),
     "control: columns of a part": planted("_widen_pairs", "column + BESIDE * at[1]", "BESIDE * at[1]", 256, 1),
+    "control: no lowest bits": planted("make_numbers", "mask(NIBBLE)", "mask(bits)", kind="k5v3"),
+    "control: values with the keys' bits": planted("make_numbers", "mask(bits)", "mask(NIBBLE)", 96, 1, kind="k5v3"),
+    "control: lowest bits of other columns": planted(
+        "widened", "pl.ds(column, x[0].shape[1])", "pl.ds(0, x[0].shape[1])", 256, 0, kind="k5v3"
+    ),
+    "control: lowest bits of other tokens": planted("widened", "pl.ds(token, HALF)", "pl.ds(0, HALF)", kind="k5v3"),
+    "control: lowest bits of the keys' bytes": planted(
+        "_widen_pairs", "[both, *mine, *beside]", "[both, *mine, both]", kind="k5v3"
+    ),
 }
 
 

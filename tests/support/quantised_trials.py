@@ -48,17 +48,17 @@ QUANTISED_DECODE = {
         poison_before_window=True,
     ),
     "int4, few tokens": Trial(Case((200, 5), (3, 5), **BLOCKS_OF_32), kind="int4", **SMALL),
-    "int4_g64, one group": Trial(Case((5, 0, 150, 64), (1, 0, 1, 1), block_size=32, **B16), kind="int4_g64", **SMALL),
-    "int4_g64, ring": Trial(Case((500,), (1,), head_dim=128, **BLOCKS_OF_32), kind="int4_g64"),
-    "int4_g64, groups across halves": Trial(
-        Case((33, 130), (1, 1), head_dim=192, block_size=96, **F16), kind="int4_g64", **SMALL,
+    "k5v3, one group": Trial(Case((5, 0, 150, 64), (1, 0, 1, 1), block_size=32, **B16), kind="k5v3", **SMALL),
+    "k5v3, ring": Trial(Case((500,), (1,), head_dim=128, **BLOCKS_OF_32), kind="k5v3"),
+    "k5v3, groups across halves": Trial(
+        Case((33, 130), (1, 1), head_dim=192, block_size=96, **F16), kind="k5v3", **SMALL,
     ),
-    "int4_g64, half a group": Trial(
-        Case((33, 129), (1, 1), head_dim=96, stored_head_dim=128, block_size=32, **B16), kind="int4_g64", **SMALL,
+    "k5v3, half a group": Trial(
+        Case((33, 129), (1, 1), head_dim=96, stored_head_dim=128, block_size=32, **B16), kind="k5v3", **SMALL,
     ),
-    "int4_g64, head_dim 256": Trial(
+    "k5v3, head_dim 256": Trial(
         Case((237,), (1,), num_heads=5, num_kv_heads=1, head_dim=256, window=100, block_size=128, sinks=True, **B16),
-        poison_before_window=True, kind="int4_g64",
+        poison_before_window=True, kind="k5v3",
     ),
 }  # fmt: skip
 QUANTISED_PREFILL = {
@@ -90,11 +90,11 @@ QUANTISED_PREFILL = {
         poison_before_window=True, prefill_tokens=128,
     ),
     "int4, head_dim 256": Trial(Case((191,), (20,), head_dim=256, block_size=64, **F16), kind="int4"),
-    "int4_g64, mixed": Trial(
-        Case((5, 0, 150, 64), (3, 0, 70, 1), head_dim=128, block_size=32, **B16), kind="int4_g64", **SMALL
+    "k5v3, mixed": Trial(
+        Case((5, 0, 150, 64), (3, 0, 70, 1), head_dim=128, block_size=32, **B16), kind="k5v3", **SMALL
     ),
-    "int4_g64, half a group": Trial(
-        Case((390,), (40,), num_heads=2, head_dim=96, stored_head_dim=128, window=200, **BLOCKS_OF_32), kind="int4_g64",
+    "k5v3, half a group": Trial(
+        Case((390,), (40,), num_heads=2, head_dim=96, stored_head_dim=128, window=200, **BLOCKS_OF_32), kind="k5v3",
         poison_before_window=True, prefill_tokens=128,
     ),
 }  # fmt: skip

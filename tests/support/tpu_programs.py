@@ -36,7 +36,7 @@ TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "
 ROWS, BLOCKS_PER_ROW, BLOCK_SIZE = 8, 1024, 16
 INT8 = {"kind": "int8", "block_size": 128, "blocks_per_row": 128}
 INT4 = INT8 | {"kind": "int4", "joined": True}
-INT4_G64 = INT4 | {"kind": "int4_g64"}
+K5V3 = INT4 | {"kind": "k5v3"}
 
 
 def devices(topology, bounds):
@@ -198,11 +198,11 @@ def main(chip, everything=""):
                 "fused, int4": ("llama3-8b", "write_and_attend", (ROWS, 1), INT4 | {"layers": 2}),
                 "mixed, int4": ("llama3-8b", "write_and_attend", (64,), INT4),
                 "write of many tokens, int4": ("llama3-8b", "write_kv", (ROWS, 256), INT4),
-                "fused, int4_g64": ("llama3-8b", "write_and_attend", (ROWS, 1), INT4_G64 | {"layers": 2}),
-                "fused, head_dim 64, int4_g64": ("llama3.2-1b", "write_and_attend", (ROWS, 1), INT4_G64),
-                "mixed, int4_g64": ("llama3-8b", "write_and_attend", (64,), INT4_G64),
-                "write of many tokens, int4_g64": ("llama3-8b", "write_kv", (ROWS, 256), INT4_G64),
-                "write of many tokens, head_dim 64, int4_g64": ("llama3.2-1b", "write_kv", (ROWS, 256), INT4_G64),
+                "fused, k5v3": ("llama3-8b", "write_and_attend", (ROWS, 1), K5V3 | {"layers": 2}),
+                "fused, head_dim 64, k5v3": ("llama3.2-1b", "write_and_attend", (ROWS, 1), K5V3),
+                "mixed, k5v3": ("llama3-8b", "write_and_attend", (64,), K5V3),
+                "write of many tokens, k5v3": ("llama3-8b", "write_kv", (ROWS, 256), K5V3),
+                "write of many tokens, head_dim 64, k5v3": ("llama3.2-1b", "write_kv", (ROWS, 256), K5V3),
             }
         if everything:
             programs |= {

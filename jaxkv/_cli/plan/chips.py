@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxkv._core.config.kv_packing import can_share_bytes
+from jaxkv._core.config.kv_packing import can_hold, can_share_bytes
 from jaxkv._core.config.validation import show
 from pallas_kernels.common.quantization import FORMATS
 
@@ -67,7 +67,7 @@ CHIPS = {
 
 # The formats that each platform's kernels read, and the tokens that their blocks have multiples of. To ask the kernels
 # would import their compilers, which takes longer than all the rest; a test asks them.
-QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "int4_g64")
+QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "k5v3")
 KERNEL_BLOCKS: dict[str, dict[str, int]] = {
     "gpu": {"bfloat16": 8, "float16": 8} | dict.fromkeys(QUANTIZED, 32),
     "tpu": {"bfloat16": 16, "float32": 8} | dict.fromkeys(QUANTIZED, 128),
@@ -79,6 +79,8 @@ def reads(platform: str, layer: Any, name: str, block_size: int | None = None) -
     if (least := KERNEL_BLOCKS[platform].get(name)) is None or (block_size or 0) % least:
         return False
     format = FORMATS[name]
+    if not can_hold(layer, format):
+        return False
     if platform == "gpu" and format.is_quantized and layer.row_rank is not None:
         return False
     return format.group_size is None or reads_groups(platform, layer, format)

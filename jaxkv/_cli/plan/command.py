@@ -20,6 +20,7 @@ from jaxkv._cli.plan.step_report import shapes_as_text, step_as_json
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
 from jaxkv._core.config.cache_config import JOINING
+from jaxkv._core.config.kv_packing import can_hold
 from jaxkv._core.config.layer_config import STATE_DTYPES, LayerConfig, kind_of
 from jaxkv._core.config.validation import integer, show
 from jaxkv._files.hub import find_model
@@ -217,11 +218,12 @@ def _lengths(file: pathlib.Path) -> list[int]:
 
 def _kinds(names: list[str] | None, config: Any) -> list[list[str]]:
     """Groups the dtypes that take the same memory. Where heads are no wider than a group of entries, larger groups save
-    nothing: unless they are named, those dtypes are left out."""
+    nothing: unless they are named, those dtypes are left out, and those that cannot store some layer."""
     head_dims = sorted({layer.head_dim for layer in config.layer_configs if not layer.is_recurrent})
     kinds: dict[Any, list[str]] = {}
     seen = set()
-    for name in names or FORMATS:
+    held = [name for name in FORMATS if all(can_hold(layer, FORMATS[name]) for layer in config.layer_configs)]
+    for name in names or held:
         format = FORMATS[name]
         scales = (format.group_size, format.scale_dtype.itemsize) if format.is_quantized else None
         memory = format.bytes_per_element, tuple(map(format.scale_axes, head_dims))

@@ -159,7 +159,7 @@ class Cache(Views):
             block, offset, head = block[head], offset[head], 0
         column, length = position // self.config.block_size, self.layer(layer).held[row]
         form = self.config.form(layer)
-        numbers, scale = self.config.encode(layer, stack_kv(k, v, axis=0))
+        numbers, scale = self.config.encode(layer, stack_kv(k, v, axis=0), axis=0)
         token = Pool(form.pack_head(numbers), scale).like(pool)
         stored_head, start = form.locate_head(head)
         number = jnp.arange(pool.kv.shape[2], dtype=jnp.int32)

@@ -114,5 +114,5 @@ def decode_kv(blocks: Pool, config: CacheConfig, layer: int, axis: int = -4) -> 
     kv = config.form(layer).unpack(blocks.kv, axis)
     if not kind.is_quantized:
         return kv[..., : found.row_dim]
-    decoded = kind.decode(kv, blocks.scale, found.row_dim, found.row_rank)  # type: ignore[arg-type]
+    decoded = kind.decode(kv, blocks.scale, found.row_dim, found.row_rank, axis=axis)  # type: ignore[arg-type]
     return rotate(decoded) if config.rotates(layer) else decoded

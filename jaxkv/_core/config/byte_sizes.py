@@ -184,17 +184,18 @@ class ByteSizes(Groups):
         found = self.layer_config(layer)
         return self.kind(layer).scale_axes(found.row_dim, found.row_rank)
 
-    def encode(self, layer: int, kv: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Encodes a layer's keys and values, or rows of both, `[.., D]` as numbers and scales, not packed yet."""
+    def encode(self, layer: int, kv: Any, axis: int) -> tuple[jax.Array, jax.Array | None]:
+        """Encodes a layer's keys and values, stacked at `axis`, or rows of both, `[.., D]` as numbers and scales, not
+        packed yet."""
         kv = rotate(kv, deterministic=True) if self.rotates(layer) else kv
         kind, kv = self.kind(layer), jnp.asarray(kv)
         if not kind.is_quantized:
             return kv.astype(kind.storage_dtype), None
-        return kind.encode(kv, rank=self.layer_config(layer).row_rank)
+        return kind.encode(kv, rank=self.layer_config(layer).row_rank, axis=axis)
 
     def blocks_of(self, layer: int, kv: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Encodes keys and values `[n, 2, K, block_size, D]` as a layer's blocks: numbers and scales."""
-        numbers, scale = self.encode(layer, kv)
+        numbers, scale = self.encode(layer, kv, axis=1)
         return self.form(layer).pack(numbers, axis=1), scale
 
     @property

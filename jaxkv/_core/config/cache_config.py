@@ -52,13 +52,14 @@ class CacheConfig(MadeLike):
         rows would not fit in scalar memory. `head_dim_multiple` tells the platform; if left out, it is the current
         one.
       dtype: storage format of keys and values: bfloat16, float16 or float32; or quantized, with a scale for each token
-        and head: int8, float8_e4m3fn or float8_e5m2; or for 32 entries of a head, int4, or 64, int4_g64.
+        and head: int8, float8_e4m3fn or float8_e5m2; or for 32 entries of a head, int4, or 64, k5v3.
+        int4 has 4 bits for each number; k5v3 has 5 for a key's and 3 for a value's, for attention loses more by keys.
       layout: "paged", or "contiguous": each row always has one block of `max_seq_len` tokens of its own.
       head_dim_multiple: the stored head_dim is rounded up to a multiple of this. Results never show the padding, but
         the padding takes memory. Default for the current platform: 128 on TPUs, 64 on NVIDIA GPUs, else 1.
       join_kv: whether two pool rows that would be padded are stored as one. One row holds the keys, or the values, of
         two heads if the layer has an even number of heads and is not quantized; else the values and keys of one head.
-        In four bits a byte holds a number of each, if head_dim is a multiple of 32 (int4_g64: 64) and
+        In four bits a byte holds a number of each, if head_dim is a multiple of 32 (k5v3: 64) and
         `head_dim_multiple` of 128.
         "head": always one head's; a mesh with a device for each head needs this.
         Default: True on TPUs, where a head_dim of 64 or less then takes half the memory.
@@ -68,8 +69,8 @@ class CacheConfig(MadeLike):
       snapshot_every: with recurrent layers, the states of a row after every so many tokens stay in slots of their own,
         so that `truncate` can go back there: see `snapshots`. A multiple of `block_size`. Default: none stay.
       residual_length: for quantized layers, the number of tokens that a query reads as bfloat16: the newest ones, its
-        own included. Older ones it reads as stored. 32 leave a sixth of what int4 costs SmolLM2-135M, an eighth of
-        what int4_g64 does. Each quantized layer then has a residual layer, which stores these tokens in blocks of
+        own included. Older ones it reads as stored. 32 leave a sixth of what int4 costs SmolLM2-135M, and a fifth of
+        what k5v3 does. Each quantized layer then has a residual layer, which stores these tokens in blocks of
         their own, as a layer with such a window does, and so `truncate` goes back no further than they reach; residual
         layers follow the model's in `layers`. KIVI (https://arxiv.org/abs/2402.02750) introduced the buffer. Default:
         none.

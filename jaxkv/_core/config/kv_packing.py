@@ -119,6 +119,12 @@ class OneRow(Apart):
         return jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(q.shape[-1], 0)])
 
 
+def can_hold(layer: Any, format: Any) -> bool:
+    """Tells whether a format has a way to store a layer's rows: of two widths, or of both keys and values, some have
+    none."""
+    return layer.row_rank is None or not format.mixes_pairs
+
+
 def can_share_bytes(layer: Any, format: Any) -> bool:
     """Tells whether a number of a layer's values and one of its keys can share a byte: not those of latent rows or of
     values of another width, and only where scales of groups divide a head."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from jaxkv._core.config.byte_sizes import ByteSizes
+from jaxkv._core.config.kv_packing import can_hold
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import MOST_INDEX
 
@@ -17,6 +18,12 @@ def check_formats(config: ByteSizes) -> None:
             raise ValueError(
                 f"{kind.name} stores two numbers to a byte, so head_dim and head_dim_multiple must be even, but "
                 f"layer {i} has {layer.row_dim} and {config.head_dim_multiple}: choose another dtype for it."
+            )
+        if not can_hold(layer, kind):
+            rows = "latent" if layer.v_head_dim is None else "with v_head_dim"
+            raise ValueError(
+                f"{kind.name} stores keys and values of one width, but layer {i} is {rows}, whose rows hold both: "
+                'choose "int4" or "int8" for it.'
             )
         if layer.rotate and (not kind.is_quantized or layer.row_rank is not None):
             rows = "latent" if layer.v_head_dim is None else "one with v_head_dim, of rows"

@@ -97,7 +97,7 @@ class Engine(Servable, Resumable, Updatable):
         the cost of some speed. XLA computes the model's other sums as usual.
       max_waiting: the limit of samples that wait while all rows are taken; `submit` raises `EngineFull` where there
         would be more. Those that free rows take at the next step do not count. Default: any number.
-      cache_dtype: the dtype of stored keys and values, or a quantized format, such as "int8" or "int4_g64"; default:
+      cache_dtype: the dtype of stored keys and values, or a quantized format, such as "int8" or "k5v3"; default:
         the model's dtype.
       **fields: `num_blocks`, `memory_bytes`, `block_size` and other fields of `CacheConfig.from_model`.
 

@@ -36,6 +36,7 @@ TRIALS = {
     "head_dim 40": Chosen(Case((70,), (1,), head_dim=40, block_size=8, **B16), top_k=20),
     "int8": Chosen(Case((70, 20), (1, 1), block_size=32, **B16), kind="int8", top_k=20),
     "int4": Chosen(Case((70, 20), (1, 1), head_dim=96, block_size=32, **B16), kind="int4", top_k=20),
+    "k5v3": Chosen(Case((70, 20), (1, 1), head_dim=96, block_size=32, **B16), kind="k5v3", top_k=20),
 }  # fmt: skip
 SOURCES = Sources(pathlib.Path(xla.__file__).parent, "pallas_kernels.xla")
 MISTAKES = {

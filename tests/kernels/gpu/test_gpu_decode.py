@@ -82,7 +82,7 @@ MISTAKES = {
     "decode: V read before it arrives": (
         DECODE["ring"],
         UNSYNCHRONISED,
-        Plant("split", "plgpu.barrier_wait(v_ready.at[slot])", ""),
+        Plant("split", "if not format.mixes_pairs:\n    plgpu.barrier_wait(v_ready.at[slot])", ""),
     ),
     "decode: K's slot released before the product": (
         DECODE["ring"],
@@ -99,7 +99,7 @@ MISTAKES = {
         {"race"},
         Plant(
             "split",
-            "plgpu.barrier_wait(v_ready.at[slot])",
+            "if not format.mixes_pairs:\n    plgpu.barrier_wait(v_ready.at[slot])",
             "plgpu.barrier_wait(v_ready.at[slot])\nplgpu.barrier_arrive(v_free.at[slot])",
         ),
         Plant("split", "if not quantized:\n    plgpu.barrier_arrive(v_free.at[slot])", ""),

@@ -197,7 +197,7 @@ MISTAKES = {
     "prefill: V read before it arrives": (
         PREFILL["ring"],
         UNSYNCHRONISED,
-        Plant("attend", "plgpu.barrier_wait(v_ready.at[own_slot(slot)])", ""),
+        Plant("attend", "if not format.mixes_pairs:\n    plgpu.barrier_wait(v_ready.at[own_slot(slot)])", ""),
     ),
     "prefill, columns: the other's queries not awaited": (
         PREFILL["head_dim 320"],

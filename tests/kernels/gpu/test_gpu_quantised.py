@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_mistakes import SOURCES, outcome_with, unless_on_a_gpu
+from gpu_mistakes import SOURCES, UNSYNCHRONISED, outcome_with, unless_on_a_gpu
 from nightly import NIGHTLY
 from planting import Plant
 from ptx_emulator import run_inline
@@ -83,6 +83,7 @@ MISTAKES = {
     ),
 }
 FOUR_BITS, FOUR_BITS_RING = QUANTISED_DECODE["int4, groups across halves"], QUANTISED_DECODE["int4, ring"]
+K5V3_RING, K5V3_PREFILL = QUANTISED_DECODE["k5v3, ring"], QUANTISED_PREFILL["k5v3, mixed"]
 MISTAKES |= {
     "int4: the scale of the other half's group": (
         FOUR_BITS,
@@ -144,8 +145,8 @@ MISTAKES |= {
         {"wrong"},
         Plant("nibbles:widened", "line[token : token + HALF]", "line[:HALF]"),
     ),
-    "int4_g64: the scale of a group of 32": (
-        QUANTISED_DECODE["int4_g64, ring"],
+    "k5v3: the scale of a group of 32": (
+        QUANTISED_DECODE["k5v3, ring"],
         {"wrong"},
         Plant(
             "EntryGroups.find_group",
@@ -153,8 +154,8 @@ MISTAKES |= {
             "(column + half * self.head_dim // 2) // 32",
         ),
     ),
-    "int4_g64: scales of a token as if of 32": (
-        QUANTISED_DECODE["int4_g64, head_dim 256"],
+    "k5v3: scales of a token as if of 32": (
+        QUANTISED_DECODE["k5v3, head_dim 256"],
         {"wrong", "race", "barrier"},
         Plant(
             "find_groups",
@@ -167,8 +168,67 @@ MISTAKES |= {
         {"wrong"},
         Plant(
             "attend.kernel.widen_together",
-            "nibbles.Scaled(groups, wide[2].at[slot], which)",
-            "nibbles.Scaled(groups, wide[2].at[slot], 0)",
+            "nibbles.Scaled(groups, wide[2].at[slot], which, values)",
+            "nibbles.Scaled(groups, wide[2].at[slot], 0, values)",
+        ),
+    ),
+    "k5v3: keys without their lowest bits": (
+        K5V3_RING,
+        {"wrong"},
+        Plant("nibbles:widened", "plgpu.load(beside, layout=LAYOUT)", "0 * plgpu.load(beside, layout=LAYOUT)"),
+    ),
+    "k5v3: lowest bits of other tokens": (
+        QUANTISED_PREFILL["k5v3, half a group"],
+        {"wrong"},
+        Plant("nibbles:widened", "pl.ds(token, HALF)", "pl.ds(0, HALF)"),
+    ),
+    "k5v3: lowest bits of other columns": (
+        QUANTISED_DECODE["k5v3, head_dim 256"],
+        {"wrong"},
+        Plant("nibbles:widened", "pl.ds(column, x[0].shape[1])", "pl.ds(0, x[0].shape[1])"),
+    ),
+    "k5v3: values read as keys are": (
+        K5V3_RING,
+        {"wrong"},
+        Plant("nibbles:widened", "format.read_pair(x[0], x[-1])[scaled.which]", "format.read_pair(x[0], x[-1])[0]"),
+    ),
+    "k5v3, decode: values not awaited for the keys": (
+        K5V3_RING,
+        UNSYNCHRONISED,
+        Plant("split", "if format.mixes_pairs:\n    plgpu.barrier_wait(v_ready.at[slot])", ""),
+        Plant(
+            "split",
+            "if not format.mixes_pairs:\n    plgpu.barrier_wait(v_ready.at[slot])",
+            "plgpu.barrier_wait(v_ready.at[slot])",
+        ),
+    ),
+    "k5v3, decode: V's slot released before the keys are widened": (
+        K5V3_RING,
+        UNSYNCHRONISED,
+        Plant(
+            "split",
+            "if format.mixes_pairs:\n    plgpu.barrier_wait(v_ready.at[slot])",
+            "plgpu.barrier_wait(v_ready.at[slot])\nplgpu.barrier_arrive(v_free.at[slot])",
+        ),
+        Plant("split", "if quantized:\n    plgpu.barrier_arrive(v_free.at[slot])", ""),
+    ),
+    "k5v3, prefill: values not awaited for the keys": (
+        K5V3_PREFILL,
+        UNSYNCHRONISED,
+        Plant("attend", "if format.mixes_pairs:\n    plgpu.barrier_wait(v_ready.at[own_slot(slot)])", ""),
+        Plant(
+            "attend",
+            "if not format.mixes_pairs:\n    plgpu.barrier_wait(v_ready.at[own_slot(slot)])",
+            "plgpu.barrier_wait(v_ready.at[own_slot(slot)])",
+        ),
+    ),
+    "k5v3, prefill: another slot's lowest bits": (
+        K5V3_PREFILL,
+        UNSYNCHRONISED,
+        Plant(
+            "attend",
+            "v_s.at[slot] if which == 0 and format.mixes_pairs else None",
+            "v_s.at[0] if which == 0 and format.mixes_pairs else None",
         ),
     ),
 }
@@ -194,44 +254,55 @@ def test_bytes_widened_in_pairs(kind, dtype):
     assert finite.sum() >= 0.9 * finite.size
 
 
-# Numbers and scales of four bits may be half a percent off, and their product rounds once more.
-CLOSE = {"bfloat16": 0.009, "float16": 0.0009}
+# A level's sum is rounded, half a unit of the last place, and so are two products.
+CLOSE = {"bfloat16": 3 * 2**-8, "float16": 3 * 2**-11}
 
 
-@pytest.mark.parametrize("dtype", nibbles.NUMBERS)
-def test_codes_widened_in_pairs(dtype):
-    """Every code of two bytes is its level times its scale, in all four places."""
+def levels_of(kind, which, dtype):
+    """Of keys (0) or values (1), and how many times larger scales are in the dtype."""
+    levels = FORMATS[kind].levels[which]
+    return levels, 1 if dtype == "bfloat16" else 8 ** (levels.bits - 1)
+
+
+@pytest.mark.parametrize("dtype", nibbles.TWO)
+@pytest.mark.parametrize(("kind", "which"), [("int4", 0), ("k5v3", 0), ("k5v3", 1)])
+def test_codes_widened_in_pairs(kind, which, dtype):
+    """Every code of two bytes, of keys whatever their values, is its level times its scale, in all four places."""
     low, high = (x.ravel().astype(np.uint32) for x in np.meshgrid(np.arange(256), np.arange(256)))
-    unit = 1 if dtype == "bfloat16" else 512
+    other = np.random.default_rng(0).permutation(low | high << 8)
+    levels, unit = levels_of(kind, which, dtype)
     given = np.array([0.01, 0.03]).astype(jnp.bfloat16)
     scales = [np.full_like(low, 0x10001 * int((x * unit).astype(dtype).view(np.uint16))) for x in given]
-    made = run_inline(nibbles.NUMBERS[dtype], low | high << 8, *scales, outputs=2)
+    made = run_inline(nibbles.make_numbers(levels, dtype), low | high << 8, *scales, other, outputs=2)
     got = np.stack([x.view(jnp.dtype(dtype)).reshape(-1, 2) for x in made], axis=2).astype(np.float32)
-    levels = np.asarray(FORMATS["int4"].from_bits(np.arange(256, dtype=np.uint8)[:, None]))
-    wanted = np.stack([levels[low], levels[high]], axis=1) * given.astype(np.float32)
+    mine, beside = (jnp.asarray([x & 255, x >> 8], jnp.uint8).T[..., None] for x in (low | high << 8, other))
+    numbers = FORMATS[kind].read_pair(*((mine, beside) if which == 0 else (beside, mine)))[which]
+    wanted = np.asarray(numbers) * given.astype(np.float32)
     assert np.abs(got / wanted - 1).max() < CLOSE[dtype]
 
 
-@pytest.mark.parametrize("dtype", nibbles.NUMBERS)
-def test_scales_of_groups(dtype):
+@pytest.mark.parametrize("dtype", nibbles.TWO)
+@pytest.mark.parametrize("kind", ["int4", "k5v3"])
+def test_scales_of_groups(kind, dtype):
     """Those of values become finite, and keys' NaN where they were not; no number of the dtype is too large."""
-    finite = np.array([0, 1e-9, 0.004, 1.7, 44.5]).astype(jnp.bfloat16)  # 65,504 by the last level
+    (of_keys, key_unit), (of_values, value_unit) = (levels_of(kind, which, dtype) for which in range(2))
+    most = 65_504 / of_keys.last
+    finite = np.array([0, 1e-9, 0.004, most / 26, most * 0.999]).astype(jnp.bfloat16)
     bad = np.array([np.nan, np.inf, -np.inf, 3e38]).astype(jnp.bfloat16)
     given = np.concatenate([finite, bad]).view(np.uint16).astype(np.uint32)
     beside = np.full_like(given, int(finite[2:3].view(np.uint16)[0]))
-    unit = 1 if dtype == "bfloat16" else 512
     for first, second in ((given, beside), (beside, given)):  # in the lower and in the upper half
         both, other = first | second << 16, beside | beside << 16
-        (values,) = run_inline(nibbles.VALUE_SCALES[dtype], both)
-        (keys,) = run_inline(nibbles.KEY_SCALES[dtype], other, both)
+        (values,) = run_inline(nibbles.make_value_scales(of_values, dtype), both)
+        (keys,) = run_inline(nibbles.make_key_scales(FORMATS[kind].levels, dtype), other, both)
         values, keys = (x.view(jnp.dtype(dtype)).reshape(-1, 2).astype(np.float32) for x in (values, keys))
         mine = 0 if first is given else 1
-        wanted = finite.astype(np.float32) * unit
+        wanted = finite.astype(np.float32) * value_unit
         np.testing.assert_allclose(values[: len(finite), mine], wanted, rtol=1e-3, atol=6e-8)
-        last = 1472 / unit
+        last = of_values.last / value_unit
         assert (np.abs(values[:, mine] * last) <= float(jnp.finfo(dtype).max)).all()
         assert np.isnan(keys[len(finite) :, mine][:3]).all() and not np.isnan(keys[: len(finite)]).any()
-        np.testing.assert_allclose(keys[: len(finite), mine], keys[0, mine])
+        np.testing.assert_allclose(keys[: len(finite), mine], float(finite[2]) * key_unit, rtol=1e-3)
         assert not np.isnan(keys[:, 1 - mine]).any() and np.isfinite(values).all()
 
 

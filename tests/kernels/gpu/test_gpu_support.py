@@ -61,7 +61,7 @@ REFUSED = {
     ),
     "multiples of 16 up to 256 in int4, not 320": four_bits(320),
     "multiples of 16 up to 256 in int4, not 72": four_bits(72),
-    "multiples of 16 up to 256 in int4_g64, not 320": four_bits(320, kind="int4_g64"),
+    "multiples of 16 up to 256 in k5v3, not 320": four_bits(320, kind="k5v3"),
     "multiples of 32 tokens in int4, not 16": four_bits(128, block_size=16),
     "scales of bfloat16, not float32; cast them": four_bits(128, dtype=jnp.float32),
     "latent rows of bfloat16 or float16, not of int4; give the cache join_kv=False": latent(
@@ -95,7 +95,7 @@ def test_supported(head_dim, stored):
 
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("kind", ["int4", "int4_g64"])
+@pytest.mark.parametrize("kind", ["int4", "k5v3"])
 def test_four_bits(kind, head_dim, tokens):
     """As a cache on a GPU stores them by itself, whose plan says so too."""
     given = four_bits(head_dim, tokens=tokens, kind=kind)

@@ -3,6 +3,7 @@
 The kernels over such pools are checked in test_tpu_quantised.py.
 """
 
+import functools
 import re
 
 import jax
@@ -15,6 +16,7 @@ from planting import Plant
 from quantised_pools import NIBBLE_WRITES, NIBBLES, check_attention, check_write, check_write_and_attention
 from tpu_mistakes import NOTICED, SOURCES, broken
 
+from pallas_kernels.common.batch import StoredKV
 from pallas_kernels.common.quantization import FORMATS, pack_nibbles, unpack_nibbles
 from pallas_kernels.testing import Case
 from pallas_kernels.tpu import nibbles
@@ -22,17 +24,18 @@ from pallas_kernels.tpu import nibbles
 pytestmark = pytest.mark.timeout(240, method="thread")
 
 
-@pytest.mark.parametrize(("kind", "head_dim"), [("int4", 96), ("int4_g64", 192)])
+@pytest.mark.parametrize(("kind", "head_dim"), [("int4", 96), ("k5v3", 192)])
 def test_a_kernel_encodes_four_bits_as_xla_does(kind, head_dim):
     """Of numbers of all sizes, zeros alone, and a NaN: the same codes under the same scales."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((8, 2, 2, head_dim)) * 10.0 ** rng.integers(-9, 9, (8, 2, 2, 1))).astype(np.float32)
     x[0, 0, 0, head_dim // 3 : head_dim // 3 * 2], x[1, 1, 1, 5] = 0, np.nan
-    codes, scales = jax.jit(lambda x: nibbles.encode_groups(x, FORMATS[kind], 3))(x)
-    stored, scale = jax.jit(FORMATS[kind].encode)(x)
-    both = nibbles.pack_codes(codes[:, :1], codes[:, 1:]).astype(np.uint8)
-    np.testing.assert_array_equal(both, pack_nibbles(stored[:, :1], stored[:, 1:]))
-    np.testing.assert_array_equal(np.stack(scales, axis=-1), scale.astype(np.float32))
+    pool = StoredKV(None, None, FORMATS[kind], head_dim, is_packed=True)
+    both, scales = jax.jit(lambda x: nibbles.encode_pair(x[:, :1], x[:, 1:], pool))(x)
+    stored, scale = jax.jit(functools.partial(FORMATS[kind].encode, axis=1))(x)
+    np.testing.assert_array_equal(both.astype(np.uint8), pack_nibbles(stored[:, :1], stored[:, 1:]))
+    scales = np.concatenate([np.stack(x, axis=-1) for x in scales], axis=1)
+    np.testing.assert_array_equal(scales, scale.astype(np.float32))
 
 
 @pytest.mark.parametrize("size", [32, 64])
@@ -45,18 +48,19 @@ def test_squares_are_summed_exactly(size):
     np.testing.assert_array_equal(nibbles._sum_lanes(x.astype(np.float32), size), sums)
 
 
-def test_a_kernel_reads_four_bits():
+@pytest.mark.parametrize("kind", ["int4", "k5v3"])
+def test_a_kernel_reads_four_bits(kind):
     """Every byte: its keys and its values, tokens of even places before the others."""
     rows = np.arange(256, dtype=np.uint8).reshape(128, 2).repeat(64, axis=1)
 
     def kernel(rows, keys, values):
-        keys[...], values[...] = (nibbles.widen_half(rows[...], which, np.float32) for which in (0, 1))
+        keys[...], values[...] = (nibbles.widen_half(rows[...], FORMATS[kind], which, np.float32) for which in (0, 1))
 
     shape = jax.ShapeDtypeStruct((128, 128), np.float32)
     found = pl.pallas_call(kernel, out_shape=(shape, shape), interpret=PLAIN)(rows)
     in_order = np.concatenate([rows[::2], rows[1::2]])
-    for got, bits in zip(found, unpack_nibbles(in_order), strict=True):
-        np.testing.assert_array_equal(got, FORMATS["int4"].from_bits(bits))
+    for got, wanted in zip(found, FORMATS[kind].read_pair(*unpack_nibbles(in_order)), strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 SMALL_NIBBLES = Case((129, 5), (1, 1), 4, 2, 128, rank=64, **NIBBLES)
@@ -68,7 +72,7 @@ CONTROLS = {
     "int4: values read as keys": (
         check_write_and_attention,
         SMALL_NIBBLES,
-        Plant("widen_half", "(-3, 5) if which == 1 else (1, 9)", "(-3, 5)"),
+        Plant("widen_half", "levels.bits - _FRACTION if which == 1 else 1", "levels.bits - _FRACTION"),
     ),
     "int4: tokens taken as they lie": (
         check_write_and_attention,
@@ -102,7 +106,7 @@ CONTROLS = {
     "int4: a new token's keys for its values": (
         check_write_and_attention,
         SMALL_NIBBLES,
-        Plant("pack_codes", "((keys & 15) << 4) | (values & 15)", "((values & 15) << 4) | (keys & 15)"),
+        Plant("encode_pair", "pack_codes(*codes, format)", "pack_codes(*codes[::-1], format)"),
     ),
     "int4: the first of the scales tried": (
         check_write_and_attention,
@@ -129,12 +133,31 @@ CONTROLS = {
         NIBBLE_WRITES[0],
         Plant("write:_kernel", "x[head : head + 1]", "x[:1]"),
     ),
-    "int4_g64: queries by 32 entries": (
+    "k5v3: levels of keys for values": (
+        check_write_and_attention,
+        TWO_GROUPS,
+        Plant("widen_half", "-levels.cubic", "-format.levels[0].cubic"),
+    ),
+    "k5v3: codes of four bits each": (
+        check_write_and_attention,
+        TWO_GROUPS,
+        Plant("pack_codes", "(keys & of_keys) << format.levels[1].bits", "(keys & of_keys) << 4"),
+    ),
+    "k5v3, write: scales of keys searched for values": (
+        check_write,
+        NIBBLE_WRITES[0],
+        Plant(
+            "encode_pair",
+            "zip((keys, values), format.levels, strict=True)",
+            "((keys, format.levels[0]), (values, format.levels[0]))",
+        ),
+    ),
+    "k5v3: queries by 32 entries": (
         check_write_and_attention,
         TWO_GROUPS,
         Plant("spread_queries", "stored.format.group_size", "32"),
     ),
-    "int4_g64: lanes by 32 entries": (
+    "k5v3: lanes by 32 entries": (
         check_write_and_attention,
         TWO_GROUPS,
         Plant(
@@ -143,17 +166,17 @@ CONTROLS = {
             "nibbles.pick_lanes(products, groups, 32)",
         ),
     ),
-    "int4_g64: scales searched by 32 entries": (
+    "k5v3: scales searched by 32 entries": (
         check_write_and_attention,
         TWO_GROUPS,
         Plant("encode_groups", "size = format.group_size", "size = 32"),
     ),
-    "int4_g64, prefill: scales by 32 entries": (
+    "k5v3, prefill: scales by 32 entries": (
         check_attention,
         TWO_GROUPS_PREFILL,
         Plant("spread_scales", "stored.format.group_size", "32"),
     ),
-    "int4_g64, write: scales searched by 32 entries": (
+    "k5v3, write: scales searched by 32 entries": (
         check_write,
         NIBBLE_WRITES[0],
         Plant("encode_groups", "size = format.group_size", "size = 32"),

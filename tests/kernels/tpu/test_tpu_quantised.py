@@ -63,7 +63,7 @@ DECODE = {
         Case((129, 5), (1, 1), 4, 1, 512, rank=256, **{**NIBBLES, "stored_head_dim": 512}),  # Gemma's
         Case((131, 70), (1, 1), 6, 3, 192, rank=96, **NIBBLES),
     ],
-    "int4_g64": [
+    "k5v3": [
         Case((129, 5), (1, 1), 2, 2, 128, rank=64, **NIBBLES),
         Case((0, 129, 128, 300, 1, 127), (0, 1, 1, 1, 1, 0), 4, 2, 256, rank=128, **NIBBLES),
         Case((255, 70), (1, 1), 6, 3, 384, rank=192, window=100, **{**NIBBLES_BF16, "stored_head_dim": 512}),
@@ -104,7 +104,7 @@ MIXED = {
             **NIBBLES_BF16,
         ),
     ],
-    "int4_g64": [
+    "k5v3": [
         Case((300, 129, 40, 17), (150, 1, 40, 2), 4, 2, 256, rank=128, packed=True, padding=3, **NIBBLES),
         Case((270, 20), (40, 3), 5, 1, 128, rank=64, packed=True, window=90, sink_tokens=4, **NIBBLES_BF16),
     ],
@@ -160,12 +160,12 @@ def test_a_lone_token_without_a_place_goes_nowhere():
     testing.assert_close(out[:3], seen[:3])
 
 
-@in_a_mode({"int8": WRITES, "int4": NIBBLE_WRITES, "int4_g64": NIBBLE_WRITES}, ("int8", 0), ("int8", 3))
+@in_a_mode({"int8": WRITES, "int4": NIBBLE_WRITES, "k5v3": NIBBLE_WRITES}, ("int8", 0), ("int8", 3))
 def test_write(kind, case, mode):
     check_write(tpu, kind, case, mode)
 
 
-@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "int4", "int4_g64"])
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "int4", "k5v3"])
 def test_latent_rows_of_a_kind_are_chosen(kind):
     arrays = {
         "kv": ((9, 1, 1, 128, 256), FORMATS[kind].storage_dtype),

@@ -1,4 +1,4 @@
-"""How keys and values are stored: as they are, or as numbers of 8 or 4 bits with scales, symmetric around 0.
+"""How keys and values are stored: as they are, or as numbers of 8 or fewer bits with scales, symmetric around 0.
 
 `FORMATS` is the one list of storage formats, for the kernels and for the cache. A token's keys (and its values) have a
 scale of their own in each head, so the stored bits depend on that token and head alone, never on how steps were split.
@@ -7,15 +7,13 @@ row, a head's values and its keys behind them, but its scales are kept as those 
 both. Formats of fewer than 8 bits or of 8-bit floats are stored as uint8: XLA on a CPU converts a whole pool of such a
 dtype wherever it is read.
 
-Four bits choose one of 16 levels, which lie closer around 0, as the numbers of a rotated head do: of normal numbers
-they lose least (Lloyd, Max). Of eight scales a group takes the one that loses least. Levels are a cubic of the code,
-`h (h^2 + 140)` with `h` the code and a half: no table is read. A kernel that multiplies in 16 bits rounds the sum and
-the product, at most half a percent of a level.
+Four bits choose one of 16 levels (`levels`), and a byte holds two numbers. Of k5v3 a key chooses one of 32 and a value
+one of 8: attention loses far more by its keys than by its values. Half a byte has room for neither, so the lowest bit
+of a key stands above its value. Both are therefore encoded and decoded together.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,17 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.common.quantization.levels import FIVE_BITS, FOUR_BITS, THREE_BITS, Levels
+
 FLOAT32 = np.dtype("float32")
 TINY = 1e-8  # where the largest number is below this, it is taken for this
-CUBIC = 140  # what is added to the square of a code and a half; see `read_level`
-LEVELS_ABOVE_0 = tuple(half * (half * half + CUBIC) for half in (n + 0.5 for n in range(8)))  # of four bits; those
-# below are the same. Above each bar the next level is the nearest.
-BARS = tuple((low + high) / 2 for low, high in itertools.pairwise(LEVELS_ABOVE_0))
-# Scales are chosen by whole numbers instead: so many parts, of which the last level has 126.
-PART = LEVELS_ABOVE_0[-1] / 126
-# Of four bits: parts, of `SCALE_PARTS`, of the scale by which a group's largest number would be the last level.
-SCALES_TRIED, SCALE_PARTS = range(17, 25), 20
-UNITS_TRIED = np.array(SCALES_TRIED, np.float32) / np.float32(PART)  # one of the levels then, in parts
 
 
 class Float8(NamedTuple):
@@ -60,7 +51,7 @@ class StorageFormat:
     numbers_per_entry: int = 1  # of the pool
     scale_dtype: np.dtype = FLOAT32  # of a cache's scales
     scale_dtypes: tuple[np.dtype, ...] = (FLOAT32, jnp.dtype("bfloat16"))  # that the scales of a pool may have
-    has_levels: bool = False  # of `LEVELS_ABOVE_0`: the scale is searched, and none is 0
+    levels: tuple[Levels, Levels] | None = None  # of keys and of values: the scale is searched, and none is 0
     rotates: bool = False  # whether a cache rotates heads before it stores them, if nothing else is said
     revision: int = 1  # of what the bits mean: files of another one are refused
     float8: Float8 | None = None
@@ -71,6 +62,11 @@ class StorageFormat:
     def is_quantized(self) -> bool:
         """Whether numbers are multiplied by scales when they are read."""
         return self.largest is not None
+
+    @property
+    def mixes_pairs(self) -> bool:
+        """Whether a number of the values and one of the keys share bits, so that only both together can be read."""
+        return self.levels is not None and self.levels[0] != self.levels[1]
 
     @property
     def kind(self) -> str | None:
@@ -114,50 +110,90 @@ class StorageFormat:
         return (blocks, 2, num_kv_heads, block_size, *self.scale_axes(rank or head_dim))
 
     def encode(
-        self, x: jax.Array, scale_dtype: np.dtype | None = None, rank: int | None = None
+        self, x: jax.Array, scale_dtype: np.dtype | None = None, rank: int | None = None, *, axis: int | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Returns numbers `[..., D]` as they are stored, and their scales `[...]`, with one more axis where a head has
         several: of `ceil(D / group_size)`, or of latent rows 2.
 
         A NaN or an infinity anywhere in a head makes its scale NaN, and so all that is read of that token and head.
 
+        Args:
+          axis: where keys and values are stacked, which a format that `mixes_pairs` must know.
+
         >>> stored, scale = FORMATS["int8"].encode(jnp.array([[-1.0, 0.25, 0.0, 0.5]]))
         >>> stored.tolist(), [f"{s:.5f}" for s in scale.tolist()]
         ([[-127, 32, 0, 64]], ['0.00787'])
         """
-        if rank is not None and self.group_size is None:  # half by half, as kernels do it: else it rounds differently
+        if self.mixes_pairs:
+            assert axis is not None and x.shape[axis] == 2 and self.levels is not None
+            axis %= x.ndim
+            (keys, key_scale), (values, value_scale) = (
+                self._encode_levels(jnp.take(x, i, axis=axis), levels, scale_dtype)
+                for i, levels in enumerate(self.levels)
+            )
+            both = [_pack_halves(codes) for codes in _share_bits(keys, values)]
+            return jnp.stack(both, axis), jnp.stack([key_scale, value_scale], axis)
+        if self.levels is not None:
+            codes, scale = self._encode_levels(x, self.levels[0], scale_dtype)
+            return _pack_halves(codes), scale
+        if rank is not None:  # half by half, as kernels do it: else it rounds differently
             halves = [self.encode(half, scale_dtype) for half in (x[..., :rank], x[..., rank:])]
             scale = jnp.stack([scale for _, scale in halves], axis=-1)
             nan = jnp.isnan(scale).any(axis=-1, keepdims=True)
             return jnp.concatenate([stored for stored, _ in halves], axis=-1), jnp.where(nan, jnp.nan, scale)
         assert self.largest is not None, f"{self.name} has no scales"
-        x = x.astype(jnp.float32)
-        finite = jnp.isfinite(x).all(axis=-1)  # asked for by itself: a maximum may drop a NaN
-        x = jnp.where(finite[..., None], x, 0.0)
-        largest = jnp.abs(self._group_entries(x)).max(axis=-1)
-        scale = jnp.maximum(largest, TINY) / self.largest
-        scale = scale * self._choose_factor(x, scale) if self.has_levels else scale
+        x, finite = _hide_not_finite(x)
+        scale = jnp.maximum(jnp.abs(x).max(axis=-1), TINY) / self.largest
         scale = scale.astype(scale_dtype or self.scale_dtype)
         ratio = x / self.spread_scales(scale, x.shape[-1])
         stored = self.to_bits(jnp.clip(ratio, -self.largest, self.largest))  # a scale may have been rounded down
-        if self.has_levels:
-            scale = jnp.where(largest > 0, scale, jnp.zeros((), scale.dtype))
-        nan = jnp.asarray(jnp.nan, scale.dtype)
-        return stored, jnp.where(jnp.expand_dims(finite, range(finite.ndim, scale.ndim)), scale, nan)
+        return stored, jnp.where(finite, scale, jnp.asarray(jnp.nan, scale.dtype))
+
+    def _encode_levels(self, x: jax.Array, levels: Levels, scale_dtype: np.dtype | None) -> tuple[jax.Array, jax.Array]:
+        """Returns codes `i32[..., D]` and the scales of their groups."""
+        x, finite = _hide_not_finite(x)
+        largest = jnp.abs(self._group_entries(x)).max(axis=-1)
+        scale = jnp.maximum(largest, TINY) / levels.last
+        parts = levels.count_parts(jnp.abs(x), self.spread_scales(scale, x.shape[-1]))
+        is_entry = self._group_entries(jnp.ones_like(parts))  # and none of those that fill the last group
+        scale = scale * levels.choose_scale(self._group_entries(parts), is_entry)
+        scale = scale.astype(scale_dtype or self.scale_dtype)
+        codes = levels.find_codes(x / self.spread_scales(scale, x.shape[-1]))
+        scale = jnp.where(largest > 0, scale, jnp.zeros((), scale.dtype))
+        return codes, jnp.where(finite[..., None], scale, jnp.asarray(jnp.nan, scale.dtype))
 
     def encode_packed(
         self, x: jax.Array, scale_dtype: np.dtype | None, rank: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns packed rows `[..., D]` as they are stored, and the scales of their keys and of their values."""
-        (values, value_scale), (keys, key_scale) = (self.encode(x, scale_dtype) for x in (x[..., :rank], x[..., rank:]))
         if self.numbers_per_entry > 1:
-            return pack_nibbles(keys, values), key_scale, value_scale
+            numbers, scales = self.encode(jnp.stack([x[..., rank:], x[..., :rank]]), scale_dtype, axis=0)
+            return pack_nibbles(*numbers), scales[0], scales[1]
+        (values, value_scale), (keys, key_scale) = (self.encode(x, scale_dtype) for x in (x[..., :rank], x[..., rank:]))
         return jnp.concatenate([values, keys], axis=-1), key_scale, value_scale
 
-    def decode(self, stored: jax.Array, scale: jax.Array, head_dim: int, rank: int | None = None) -> jax.Array:
-        """Returns what is stored as float32 `[..., D]`."""
+    def decode(
+        self, stored: jax.Array, scale: jax.Array, head_dim: int, rank: int | None = None, *, axis: int | None = None
+    ) -> jax.Array:
+        """Returns what is stored as float32 `[..., D]`; `axis` as in `encode`.
+
+        Of packed rows that is what `from_bits` makes of them, and their scales are one after another.
+        """
         stored = stored[..., : self.stored_dim(head_dim)]
-        return self.from_bits(stored).astype(jnp.float32) * self.spread_scales(scale, head_dim, rank)
+        if self.mixes_pairs and axis is not None and stored.shape[axis] == 2:
+            numbers = jnp.stack(self.read_pair(*(jnp.take(stored, i, axis=axis) for i in range(2))), axis)
+        else:
+            numbers = self.from_bits(stored)
+        return numbers.astype(jnp.float32) * self.spread_scales(scale, head_dim, rank)
+
+    def read_pair(self, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the numbers of keys and of values that are stored apart, before they are multiplied by scales."""
+        if not self.mixes_pairs:
+            return self.from_bits(keys), self.from_bits(values)
+        assert self.levels is not None
+        low, high = _share_bits_back(keys, values), _share_bits_back(keys >> 4, values >> 4)
+        codes = [jnp.concatenate(halves, axis=-1) for halves in zip(low, high, strict=True)]
+        return self.levels[0].read(codes[0]), self.levels[1].read(codes[1])
 
     def split_row(self, stored: jax.Array, scale: jax.Array, rank: int, head_dim: int) -> list[tuple[jax.Array, ...]]:
         """Returns the values and the keys of rows of `head_dim` numbers, whose first `rank` are the values, each as it
@@ -200,18 +236,6 @@ class StorageFormat:
         finite = (values <= most) & (values >= -most)
         return jnp.where(finite, keys, jnp.nan), jnp.where(finite, values, 0.0)
 
-    def _choose_factor(self, x: jax.Array, scale: jax.Array) -> jax.Array:
-        """Returns by what each group's scale is multiplied, so that the levels lie nearest to `x`.
-
-        Errors are counted in whole numbers below 2 ** 24, and so their sums are exact. Else the choice between two that
-        are nearly equal would depend on how a program adds, and a token's bits on the steps that it came in.
-        """
-        parts = count_parts(jnp.abs(x), self.spread_scales(scale, x.shape[-1]))
-        is_entry = self._group_entries(jnp.ones_like(parts))  # and none of those that fill the last group
-        grouped = self._group_entries(parts)
-        best = jax.lax.platform_dependent(grouped, is_entry, cpu=find_least_in_turn, default=find_least_at_once)
-        return (best + SCALES_TRIED[0]).astype(jnp.float32) / float(SCALE_PARTS)
-
     def _group_entries(self, x: jax.Array, rank: int | None = None) -> jax.Array:
         """`[..., D]` to `[..., groups, entries]`: those that share a scale together, and zeros behind them."""
         if self.group_size is None and rank is None:
@@ -245,73 +269,34 @@ def _round_to_int8(x: jax.Array) -> jax.Array:
     return jnp.round(x).astype(jnp.int32).astype(jnp.int8)
 
 
-def _count_levels_below(size: jax.Array, unit: jax.Array | np.ndarray | np.float32) -> jax.Array:
-    """Returns the code, `i32` in 0 to 7, of the level above 0 that is nearest to `size / unit`."""
-    return functools.reduce(jnp.add, ((size > bar * unit).astype(jnp.int32) for bar in BARS))
+def _hide_not_finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns numbers in float32, 0 where they are not finite, and whether all of a head are."""
+    x = x.astype(jnp.float32)
+    finite = jnp.isfinite(x).all(axis=-1)  # asked for by itself: a maximum may drop a NaN
+    return jnp.where(finite[..., None], x, 0.0), finite
 
 
-def count_parts(size: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns sizes in whole parts, `SCALE_PARTS` times 126 of which are the last level of a scale."""
-    return jnp.round(size / scale * float(SCALE_PARTS / PART))
-
-
-def lose_parts(parts: jax.Array, unit: jax.Array | np.ndarray | np.float32) -> jax.Array:
-    """Returns by how many parts the levels miss that are multiplied by a unit, one of `UNITS_TRIED`."""
-    return jnp.round(read_level(_count_levels_below(parts, unit)) * unit) - parts
-
-
-def pick_level(parts: jax.Array, unit: np.float32) -> jax.Array:
-    """Returns the level that is nearest to each size, in whole parts, for a unit that is known beforehand: `lose_parts`
-    in fewer operations."""
-    first, *others = (np.round(np.float32(level) * unit) for level in LEVELS_ABOVE_0)
-    found = jnp.full_like(parts, first)
-    for bar, level in zip(BARS, others, strict=True):
-        found = jnp.where(parts > np.float32(bar) * unit, level, found)
-    return found
-
-
-def find_least_at_once(parts: jax.Array, is_entry: jax.Array) -> jax.Array:
-    """Returns, of groups `[..., entries]`, which of `UNITS_TRIED` loses least, the first of several: `i32[...]`."""
-    units = UNITS_TRIED.reshape(*[1] * (parts.ndim - 1), -1, 1)
-    lost = lose_parts(parts[..., None, :], units)
-    return jnp.argmin((lost * lost * is_entry[..., None, :]).sum(axis=-1), axis=-1).astype(jnp.int32)
-
-
-def find_least_in_turn(parts: jax.Array, is_entry: jax.Array) -> jax.Array:
-    """Returns the same, trying one after another. At once, XLA for CPUs writes what all of them lose to memory: of the
-    new keys and values of a prompt 35 times their bytes, in twice the time."""
-
-    def compare(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        best, least = found
-        lost = lose_parts(parts, jnp.asarray(UNITS_TRIED)[i])
-        lost = (lost * lost * is_entry).sum(axis=-1)
-        return jnp.where(lost < least, i, best), jnp.minimum(lost, least)
-
-    zero = jnp.sum(parts[..., :1] * 0, axis=-1)  # of the shards of `parts`, as a loop's arrays must be
-    begin = zero.astype(jnp.int32), zero + jnp.inf
-    return jax.lax.fori_loop(0, len(UNITS_TRIED), compare, begin)[0]
-
-
-def find_codes(x: jax.Array) -> jax.Array:
-    """Returns `i32` in -8 to 7: the level that is nearest, counted from 0 upwards and from -1 downwards."""
-    above = _count_levels_below(jnp.abs(x), np.float32(1))
-    return jnp.where(x < 0, ~above, above)
-
-
-def read_level(code: jax.Array) -> jax.Array:
-    """Returns the levels of codes in -8 to 7, in float32, which holds them exactly.
-
-    >>> read_level(jnp.array([-8, -1, 0, 7])).tolist()
-    [-1471.875, -70.125, 70.125, 1471.875]
-    """
-    half = code.astype(jnp.float32) + 0.5
-    return half * (half * half + float(CUBIC))
-
-
-def _pack_int4(x: jax.Array) -> jax.Array:
+def _pack_halves(codes: jax.Array) -> jax.Array:
     """Entry i of the first half of a head stands in the low bits of byte i, that of the second half above it."""
-    low, high = jnp.split(find_codes(x), 2, axis=-1)
+    low, high = jnp.split(codes, 2, axis=-1)
     return ((low & 15) | ((high & 15) << 4)).astype(jnp.uint8)
+
+
+def _share_bits(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns codes of five and of three bits as four bits each: above a value's stands its key's lowest."""
+    return keys >> 1, (values & 7) | ((keys & 1) << 3)
+
+
+def _share_bits_back(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes, `i32`, of bytes in whose low four bits `_share_bits` put them."""
+    high, low = _sign_low_bits(keys, 4), values.astype(jnp.int32) >> 3 & 1
+    return 2 * high + low, _sign_low_bits(values, 3)
+
+
+def _sign_low_bits(stored: jax.Array, bits: int) -> jax.Array:
+    """Returns the lowest bits of bytes, the first of which is their sign, as `i32`."""
+    signed = stored.astype(jnp.int8)  # the top bits of a byte are its sign
+    return jnp.right_shift(jnp.left_shift(signed, jnp.int8(8 - bits)), jnp.int8(8 - bits)).astype(jnp.int32)
 
 
 def pack_nibbles(keys: Any, values: Any) -> Any:
@@ -335,10 +320,19 @@ def unpack_nibbles(rows: Any) -> tuple[Any, Any]:
     return (first >> 4) | (second & high), (first & low) | (second << 4)
 
 
+def _pack_int4(x: jax.Array) -> jax.Array:
+    return _pack_halves(FOUR_BITS.find_codes(x))
+
+
 def _unpack_int4(stored: jax.Array) -> jax.Array:
-    signed = stored.astype(jnp.int8)  # the top bits of a byte are its sign
-    low = jnp.right_shift(jnp.left_shift(signed, jnp.int8(4)), jnp.int8(4))
-    return read_level(jnp.concatenate([low, jnp.right_shift(signed, jnp.int8(4))], axis=-1))
+    high = jnp.right_shift(stored.astype(jnp.int8), jnp.int8(4)).astype(jnp.int32)
+    return FOUR_BITS.read(jnp.concatenate([_sign_low_bits(stored, 4), high], axis=-1))
+
+
+def _unpack_k5v3(rows: jax.Array) -> jax.Array:
+    """Returns the values and, behind them, the keys of packed rows, a byte of which has one of each."""
+    keys = jnp.right_shift(rows.astype(jnp.int8), jnp.int8(3)).astype(jnp.int32)
+    return jnp.concatenate([THREE_BITS.read(_sign_low_bits(rows, 3)), FIVE_BITS.read(keys)], axis=-1)
 
 
 def _round_to_float8(x: jax.Array, float8: Float8) -> jax.Array:
@@ -381,11 +375,11 @@ def _make_float8(name: str, largest: float, float8: Float8) -> StorageFormat:
 _INT4 = StorageFormat(
     "int4",
     np.dtype("uint8"),
-    LEVELS_ABOVE_0[-1],
+    FOUR_BITS.last,
     group_size=32,
     numbers_per_entry=2,
     scale_dtype=jnp.dtype("bfloat16"),
-    has_levels=True,
+    levels=(FOUR_BITS, FOUR_BITS),
     rotates=True,  # the small model's loss says so; elsewhere it does not care: see benchmarks/NOTES.md
     revision=3,  # 1 had even steps, 2 levels that were rounded
     to_bits=_pack_int4,
@@ -401,7 +395,15 @@ FORMATS = {
         _make_float8("float8_e4m3fn", 448.0, Float8(3, 120, 0x7F)),
         _make_float8("float8_e5m2", 57344.0, Float8(2, 112, 0x7C)),
         _INT4,
-        dataclasses.replace(_INT4, name="int4_g64", group_size=64),
+        dataclasses.replace(
+            _INT4,
+            name="k5v3",
+            largest=FIVE_BITS.last,  # which is above that of values
+            group_size=64,
+            levels=(FIVE_BITS, THREE_BITS),
+            revision=1,
+            from_bits=_unpack_k5v3,
+        ),
     )
 }
 QUANTIZED = tuple(name for name, format in FORMATS.items() if format.is_quantized)
