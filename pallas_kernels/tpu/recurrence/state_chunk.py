@@ -40,9 +40,10 @@ BLOCK = 16  # of a triangle's rows, which are substituted one after another; two
 HALF = 2 * BLOCK  # of a triangle; the two halves' inverses are applied one after the other
 STEP = 2.0**-11  # gates' first parts are multiples of it: sums of a chunk's have no more digits than float32
 STAGES = 3
-# In which stages' products stand in the program, by the stages' first letters; each stage runs to its end.
-ORDER = "rararsasasaar"
-ORDER_BY_CHANNEL = "rarrarrsrrarrsrrarrsrrarrar"
+# In which stages' products stand in the program, by the stages' first letters; p: `spread_gates`. Each runs to its end.
+ORDER = "rararapsarsaar"
+ORDER_OF_SPACES = "rrrarpsasar"  # without delta
+ORDER_BY_CHANNEL = "rarrarrsrrarrprrarrsrrarrar"
 
 
 class Stages(NamedTuple):
@@ -119,17 +120,18 @@ def run_stages(
     """Runs the three stages, of which the last advances the states from `first` on. What they compute is written when
     all is read: memory's order keeps nothing waiting. Then come the tokens that the `following` step reads."""
     writes: list[tuple[Any, Any, Any]] = []
-    by_channel = stages.ends is not None
-    if by_channel:
-        related = relate_channels(tokens, stages, scale, writes)
+    if stages.ends is not None:
+        order, related = ORDER_BY_CHANNEL, relate_channels(tokens, stages, scale, writes)
     else:
+        order = ORDER if has_delta else ORDER_OF_SPACES
         related = relate(tokens, stages, has_delta, scale, writes)
     running = {
         "r": related,
         "s": solve(stages, has_delta, writes),
+        "p": spread_gates(stages, writes),
         "a": advance(tokens, states, first, stages, has_delta, writes),
     }
-    for name in ORDER_BY_CHANNEL if by_channel else ORDER:
+    for name in order:
         next(running[name], None)
     for ref, place, x in writes:
         ref[place] = x
@@ -152,11 +154,14 @@ def relate(tokens: ChunkTokens, stages: Stages, has_delta: bool, scale, writes: 
     for i in range(own):
         for part in range(digits):
             writes += [(stages.queries, (i, part), queries[i][part]), (stages.keys, (i, part), keys[i][part])]
-    # Each product twice, side by side: heads of a pair mostly have one key.
-    twice = [[jnp.concatenate([part, part], axis=0) for part in k] for k in keys]
+    # Each product twice, side by side: heads of a pair mostly have one key. Keys that the matrix unit turns as it loads
+    # them take it twice as long; these the permute units have turned.
+    twice = [[jnp.concatenate([part, part], axis=0).T for part in k] for k in keys]
     read = [_stack(k, q) if has_delta else q for k, q in zip(keys, queries, strict=True)]
-    products = [multiply(x, k, MINOR) for x, k in zip(read, twice, strict=True)]
-    yield
+    products = []
+    for some in (slice(own // 2), slice(own // 2, None)):
+        products += [multiply(x, k, INNER) for x, k in zip(read[some], twice[some], strict=True)]
+        yield
     at = gates.spread_sums(pairs)
     writes.append((stages.gates, slice(None), gates.factors()))
     yield
@@ -176,17 +181,12 @@ def relate(tokens: ChunkTokens, stages: Stages, has_delta: bool, scale, writes: 
 
 
 def solve(stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
-    """Inverts the halves of `I + lower` on its diagonal, and spreads gates over lanes."""
+    """Inverts the halves of `I + lower` on its diagonal."""
     size, digits = stages.spread.shape[0], stages.keys.shape[1]
     lower = [stages.lower[i] for i in range(stages.lower.shape[0] if has_delta else 0)]
     corners = [split(x[HALF:], digits) for x in lower]
     blocks = invert_blocks(lower)
     joined = [first_product(*x, digits) for x in quads(lower, blocks)] if has_delta else []
-    yield
-    lines, rows = stages.gates[...], padded_rows(size)
-    number, lane = (lax.broadcasted_iota(jnp.int32, (lines.shape[0], LANES * size), i) for i in range(2))
-    spread = dot(lines, ones((number & (rows - 1)) == lane // LANES), OUTER)
-    writes += [(stages.spread, i, spread[:, i * LANES : (i + 1) * LANES]) for i in range(size)]
     yield
     inverses = [split(x, digits) for x in join_blocks(blocks, joined, digits)] if has_delta else []
     for head in range(size if has_delta else 0):
@@ -194,6 +194,16 @@ def solve(stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
         for i, (x, lane) in enumerate(((inverse, begin), (corner, begin), (inverse, begin + HALF))):
             for part, y in enumerate(pack_left(_half(x, lane, HALF))):
                 writes.append((stages.solver, (head, part, slice(i * HALF, (i + 1) * HALF)), y))
+
+
+def spread_gates(stages: Stages, writes: list) -> Iterator[None]:
+    """Spreads the gates of the item that is solved over lanes."""
+    size = stages.spread.shape[0]
+    lines, rows = stages.gates[...], padded_rows(size)
+    number, lane = (lax.broadcasted_iota(jnp.int32, (lines.shape[0], LANES * size), i) for i in range(2))
+    spread = dot(lines, ones((number & (rows - 1)) == lane // LANES), OUTER)
+    writes += [(stages.spread, i, spread[:, i * LANES : (i + 1) * LANES]) for i in range(size)]
+    yield
 
 
 def advance(tokens: ChunkTokens, states, first, stages: Stages, has_delta: bool, writes: list) -> Iterator[None]:
@@ -341,8 +351,9 @@ def quads(lower, blocks):
 
 
 def first_product(corner, first, second, digits):
-    """Returns the second blocks' inverses, and the corners times the first ones'."""
-    return second, multiply(split(corner, digits), make_diagonal(split(first, digits)), INNER)
+    """Returns the second blocks' inverses times the corners, and the first ones'. What the matrix unit loads is there
+    early: the corners here, and in `join_blocks` the inverses."""
+    return multiply(split(second, digits), make_diagonal(split(corner, digits)), INNER), first
 
 
 def join_blocks(blocks, joined, digits):

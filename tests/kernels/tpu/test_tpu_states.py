@@ -524,6 +524,10 @@ CONTROLS = {
         CHUNKS, PLAIN,
         Plant("state_chunk:join_blocks", "(y, pltpu.roll(y, PAIR - BLOCK, 1))", "(y, y)"),
     ),
+    "pairs of blocks joined by the first ones' inverses": (
+        CHUNKS, PLAIN,
+        Plant("state_chunk:first_product", "split(second, digits)", "split(first, digits)"),
+    ),
     "a block's last row not substituted": (
         CHUNKS, PLAIN,
         Plant("state_chunk:invert_blocks", "range(BLOCK - 1)", "range(BLOCK - 2)"),
