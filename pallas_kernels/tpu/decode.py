@@ -649,7 +649,8 @@ def _encode(new_ref, numbers_ref, scales_ref, stored: StoredKV):
             scales_ref[these] = jnp.concatenate(lines, axis=1)
             return
         numbers_ref[these], scales = quantize(new, stored)
-        scales_ref[these] = jnp.concatenate(list(map(_fill_lanes, scales)), axis=1 if stored.is_packed else 2)
+        wide = [_fill_lanes(x) for x in scales]
+        scales_ref[these] = jnp.concatenate(wide, axis=1 if stored.is_packed else 2)
 
 
 def _fill_lanes(x):

@@ -154,8 +154,8 @@ CONTROLS = {
         SMALL_LATENT,
         Plant(
             "_encode",
-            "[jnp.broadcast_to(x[..., None], (*x.shape, LANES)) for x in scales]",
-            "[jnp.broadcast_to(x[..., None], (*x.shape, LANES)) for x in scales[::-1]]",
+            "[_fill_lanes(x) for x in scales]",
+            "[_fill_lanes(x) for x in scales[::-1]]",
         ),
     ),
     "latent, prefill: scales not awaited": (
