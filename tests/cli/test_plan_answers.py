@@ -88,6 +88,26 @@ def test_the_first_line_answers_what_was_asked(tmp_path, capsys):
     )
 
 
+def test_what_is_suggested_for_residual_layers(tmp_path, capsys):
+    """The call makes the cache that was counted: with residual layers where a quantized one is the best."""
+    told = ("--memory", "80GB", "--block-size", 16, "--max-seq-len", 8192, "--residual-length", 32)
+    folder = published("llama-3.1-8b", tmp_path)
+    model = types.SimpleNamespace(
+        layer_configs=(jaxkv.LayerConfig(num_kv_heads=8, head_dim=128),) * 32, dtype="bfloat16"
+    )
+    for dtype, length in (("int4", 32), ("bfloat16", None)):
+        assert run(folder, *told, "--dtype", dtype, "--json") == 0
+        report = json.loads(capsys.readouterr().out)
+        config = jaxkv.CacheConfig.from_model(model, **report["suggestion"])
+        assert config.residual_length == length
+        assert list(config.group_blocks) == report["options"][0]["group_blocks"]
+        assert run(folder, *told, "--dtype", dtype) == 0
+        out = capsys.readouterr().out
+        call = re.search(r"(jaxkv.CacheConfig.from_model\(model, .*\))", out)[1]
+        assert eval(call, {"jaxkv": jaxkv, "model": model}) == config
+        assert ("keep all tokens + the newest 32 tokens (residual_length). tokens:" in out) == (length is not None)
+
+
 def test_a_suggestion_is_no_longer_than_a_row_can_get(tmp_path, capsys):
     told = ("--memory", "80GB", "--dtype", "bfloat16", "--block-size", 16)
     assert run(published("gemma-3-27b-it-tf4.56", tmp_path), *told, "--json") == 0

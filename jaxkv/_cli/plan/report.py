@@ -121,6 +121,8 @@ class Report:
             "block_size": config.block_size,
             "dtype": str(config.dtype),
         }
+        if config.residual_length is not None:
+            fields["residual_length"] = config.residual_length
         if len(config.groups) > 1 and "memory_bytes" in fields:
             fields["step_tokens"] = max(self.step_tokens, config.max_seqs)
         if config.head_dim_multiple > 1:

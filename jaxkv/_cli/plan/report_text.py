@@ -151,8 +151,10 @@ def _table(report: Report) -> str:
 def _tail(report: Report) -> str:
     found = report.best
     groups = " + ".join(
-        "all tokens" if kept.visible_tokens is None else str(kept).removeprefix("with ")
-        for kept in found.config.retentions
+        "all tokens"
+        if kept.visible_tokens is None
+        else found.config.describe_group(g).removeprefix("with ").removeprefix("that keep ")
+        for g, kept in enumerate(found.config.retentions)
     )
     several = len(found.config.groups) > 1
     windowed = found.marginal_bytes != found.bytes_per_token

@@ -153,6 +153,12 @@ class Groups:
         pairs = zip(self.retentions, self.groups, strict=True)
         return tuple(kept.num_tables(self.layers[i].num_kv_heads) for kept, (i, *_) in pairs)
 
+    def describe_group(self, group: int) -> str:
+        """Returns what a group's layers keep, as a sentence says it after the word "layers"."""
+        if all(self.layers[i].is_residual for i in self.groups[group]):
+            return f"that keep the newest {self.residual_length} tokens (residual_length)"
+        return str(self.retentions[group])
+
     @property
     def has_windows(self) -> bool:
         """Whether some layers free blocks that no later token attends to."""
@@ -230,6 +236,11 @@ class Groups:
     def residual_layer(self, layer: int) -> int | None:
         """Returns the layer that holds the newest tokens of what a layer reads; None: there is none."""
         return self.residual_layers.get(self.owner(layer))
+
+    def name_layer(self, layer: int) -> str:
+        """Returns the name of a layer in a sentence: a residual layer goes by the one whose newest tokens it holds."""
+        named = next((i for i, residual in self.residual_layers.items() if residual == layer), None)
+        return f"layer {layer}" if named is None else f"the residual layer of layer {named}"
 
     def owner(self, layer: int) -> int:
         """Returns the layer whose keys and values a layer reads: itself, or `shares_with`."""
