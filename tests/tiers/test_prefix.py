@@ -242,6 +242,25 @@ def test_pins_hold_on_the_host_too_and_while_the_index_grows():
     assert prefix.make_room(cache, 40).blocks_in_use == 0
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_what_was_pinned_and_is_gone_leaves_nothing_behind(window):
+    """Pins hold blocks against eviction, but a new cache has none: the index then keeps the place in the chain alone,
+    and not longer than the pin."""
+    config = make_config(window)
+    prefix = jaxkv.PrefixCache(config)
+    cache = prefix.insert(compute(jaxkv.init(config), 0, A)[0], 0, A)
+    for _ in range(2):
+        prefix.pin(A[:8])
+    cache = prefix.insert(jaxkv.init(config), 0, A)
+    assert prefix.match([*A, 1]).num_tokens == 0 and len(prefix._index.nodes) == 2
+    prefix.unpin(A[:8])
+    prefix.check_invariants(cache)
+    assert len(prefix._index.nodes) == 2
+    prefix.unpin(A[:8])
+    prefix.check_invariants(cache)
+    assert not prefix._index.nodes
+
+
 def test_free_blocks_are_taken_before_indexed_ones():
     cache, prefix = start(prompts=[A])
     cache, _ = compute(cache, 1, list(range(200, 264)))

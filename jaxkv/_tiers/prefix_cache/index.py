@@ -253,6 +253,16 @@ class PrefixIndex:
             self._pinned = (pins, nodes)
         return self._pinned[1]
 
+    def unpin(self, end: Node) -> None:
+        """Undoes a pin of the chain up to a node, which is forgotten if it holds nothing any more: a pin outlives what
+        a lost or renewed cache held."""
+        self.mend()
+        self.soundness.begin()
+        left = self.pins | {end: self.pins[end] - 1}
+        self.pins = {node: count for node, count in left.items() if count}
+        self._prune(end)
+        self.soundness.end()
+
     def find_needed(self, chain: Sequence[Node]) -> list[list[Node]]:
         """Returns, for each group, the nodes whose blocks a row needs to go on after a chain."""
         return [[chain[i] for i in columns.tolist()] for columns in find_needed(self.config, len(chain))]

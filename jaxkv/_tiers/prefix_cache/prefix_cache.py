@@ -345,13 +345,11 @@ class PrefixCache:
     def unpin(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> None:
         """Undoes one `pin` of the same tokens. Raises ValueError if they are not pinned."""
         tokens, root = read_tokens(tokens), self._root(salt, adapter)
-        pins = self._index.pins
         # Blocks inserted since the pin are behind its end.
-        end = next((node for node in reversed(self._index.walk(root, tokens)) if node in pins), None)
+        end = next((node for node in reversed(self._index.walk(root, tokens)) if node in self._index.pins), None)
         if end is None:
             raise ValueError("These tokens are not pinned: unpin takes what pin was given, once for each pin.")
-        left = pins | {end: pins[end] - 1}
-        self._index.pins = {node: count for node, count in left.items() if count}
+        self._index.unpin(end)
 
     def reset(self, cache: Cache) -> Cache:
         """Drops all blocks, pinned ones and files of this config and model too; frees those that no row holds."""
