@@ -265,10 +265,10 @@ def _fit(
         plans = fit(config, saved.groups, group_rows, saved.block_size, partial=partial)
     except TokensGone as gone:
         raise CacheFileError(
-            f"Row {source[gone.row]} of {path} holds the tokens of layer {gone.layer} from {gone.start} on, the others "
-            f"fell out of its window, but its blocks of {config.block_size} begin at {gone.needed}: load it with a "
-            f"block_size that divides {saved.block_size}, or, if it will not be truncated to fewer than its "
-            f"{lengths[gone.row]} tokens, with partial_windows=True."
+            f"Row {source[gone.row]} of {path} holds the tokens of {config.name_layer(gone.layer)} from {gone.start} "
+            f"on, the others fell out of its window, but its blocks of {config.block_size} begin at {gone.needed}: "
+            f"load it with a block_size that divides {saved.block_size}, or, if it will not be truncated to fewer than "
+            f"its {lengths[gone.row]} tokens, with partial_windows=True."
         ) from None
     for layers, num_free in zip(config.groups, free, strict=True):
         if (lack := describe_lack(plans[layers[0]], num_free)) and not config.contiguous:

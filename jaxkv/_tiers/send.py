@@ -192,11 +192,17 @@ def _read_distinct(cache: Cache, name: str, rows: Any) -> np.ndarray:
 
 
 def _check_layers(cache: Cache, to: Cache) -> None:
-    ours, theirs = ([layer_facts(x.config, i) for i in range(len(x.pools))] for x in (cache, to))
-    if len(ours) != len(theirs):
+    counts = [x.config.num_layers for x in (cache, to)]
+    if counts[0] != counts[1]:
+        raise ValueError(f"Rows of {counts[0]} layers cannot be sent to a cache of {counts[1]}: it is another model's.")
+    lengths = [x.config.residual_length for x in (cache, to)]
+    if lengths[0] != lengths[1]:
+        own, other = (f"residual_length={length}" if length is not None else None for length in lengths)
         raise ValueError(
-            f"Rows of {len(ours)} layers cannot be sent to a cache of {len(theirs)}: it is another model's."
+            f"The cache has {own or 'no residual_length'}, but the cache sent to has {other or 'none'}: make both with "
+            "the same."
         )
+    ours, theirs = ([layer_facts(x.config, i) for i in range(len(x.pools))] for x in (cache, to))
     for layer, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         if wrong := [name for name in our | their if our.get(name) != their.get(name)]:
             found, other = (", ".join(f"{name} = {x.get(name)}" for name in wrong) for x in (our, their))
@@ -228,9 +234,9 @@ def _fit(
         plans = fit(config, cache.config.groups, group_rows, cache.config.block_size)
     except TokensGone as gone:
         raise ValueError(
-            f"Row {source[gone.row]} holds the tokens of layer {gone.layer} from {gone.start} on, the others fell out "
-            f"of its window, but in blocks of {config.block_size} they begin at {gone.needed}: send it to a cache with "
-            f"a block_size that divides {cache.config.block_size}."
+            f"Row {source[gone.row]} holds the tokens of {config.name_layer(gone.layer)} from {gone.start} on, the "
+            f"others fell out of its window, but in blocks of {config.block_size} they begin at {gone.needed}: send it "
+            f"to a cache with a block_size that divides {cache.config.block_size}."
         ) from None
     for layers, group_tables in () if may_share(to) else zip(config.groups, tables, strict=True):
         if (lack := describe_lack(plans[layers[0]], group_tables.num_free)) and not config.contiguous:

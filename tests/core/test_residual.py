@@ -253,8 +253,6 @@ def test_rows_move_as_other_rows_do(tmp_path):
         jaxkv.load(tmp_path / "rows.safetensors", into=jaxkv.init(config.replace(residual_length=None)))
     other = jaxkv.send(cache, [0, 1], to=jaxkv.init(config), at=[0, 1])
     np.testing.assert_array_equal(attend_all(other)[0], wanted)
-    with pytest.raises(ValueError, match="4 layers cannot be sent to a cache of 2"):
-        jaxkv.send(cache, [0], to=jaxkv.init(config.replace(residual_length=None)), at=[0])
 
 
 def test_dense_arrays_come_and_go():
@@ -452,3 +450,30 @@ def test_trees_of_guesses_are_refused():
         jaxkv.Engine(
             jaxkv.models.small(), cache_dtype="int4", residual_length=32, draft="ngram", draft_branches=2, max_seqs=2
         )
+
+
+def test_errors_name_the_layers_that_users_made():
+    """Residual layers are named by what they are for: models have neither their numbers nor their windows."""
+    config = make_config(LAYER, LAYER)
+    cache = jaxkv.extend(fill(config)[0], [0, 0, 0])
+    with pytest.raises(jaxkv.OutOfWindow, match=r"that layers that keep the newest 5 tokens \(residual_length\) have"):
+        jaxkv.check(jaxkv.truncate(cache, [3, 4, 0]))
+    few = jaxkv.init(make_config(num_blocks=None, group_blocks=(9, 3)))
+    with pytest.raises(jaxkv.OutOfBlocks, match=r"the layers that keep the newest 5 tokens \(residual_length\)\. A"):
+        jaxkv.check(jaxkv.extend(few, [8, 8, 0]))
+    with pytest.raises(ValueError, match="residual_length=5, but the cache sent to has residual_length=6: make both"):
+        jaxkv.send(cache, [0], to=jaxkv.init(config.replace(residual_length=6)), at=[0])
+    with pytest.raises(ValueError, match="residual_length=5, but the cache sent to has none: make both"):
+        jaxkv.send(cache, [0], to=jaxkv.init(config.replace(residual_length=None)), at=[0])
+
+
+def test_errors_about_wider_blocks_name_residual_layers(tmp_path):
+    """The newest tokens of a row may begin in the middle of a block of another size."""
+    config = make_config(LAYER, LAYER)
+    cache, path = jaxkv.extend(fill(config, (18, 4, 0))[0], [0, 0, 0]), tmp_path / "rows.safetensors"
+    wide, told = config.replace(block_size=8), r"Row 0 .* the tokens of the residual layer of layer 0 from 12 on, the"
+    jaxkv.save(path, cache)
+    with pytest.raises(jaxkv.CacheFileError, match=told):
+        jaxkv.load(path, into=jaxkv.init(wide))
+    with pytest.raises(ValueError, match=told):
+        jaxkv.send(cache, [0], to=jaxkv.init(wide), at=[0])

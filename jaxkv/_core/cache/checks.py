@@ -84,8 +84,8 @@ def check(cache: Cache) -> None:
         )
     if gone:
         asked = _list(f"row {r} ({tables.lengths[r]} tokens) to {tables.wanted[r]} tokens" for r in gone)
-        forgetful = [rule for rule in cache.config.retentions if rule.visible_tokens or rule.evict]
-        rules = [str(rule).removesuffix(" tokens") + " tokens" * bool(rule.visible_tokens) for rule in forgetful]
+        forgetful = [g for g, rule in enumerate(cache.config.retentions) if rule.visible_tokens or rule.evict]
+        rules = [said + " tokens" * said[-1].isdigit() for said in map(cache.config.describe_group, forgetful)]
         raise OutOfWindow(
             f"Truncating {asked} goes back to tokens that layers {_list(dict.fromkeys(rules))} have freed. "
             f"{UNCHANGED}: free it and compute its tokens again, or fork it before the tokens that you may drop."
@@ -102,7 +102,7 @@ def check(cache: Cache) -> None:
         for r in rows
     )
     free = f"{'only now ' * is_late}{num_free} of {num_blocks} blocks {'is' if num_free == 1 else 'are'} free"
-    where = "" if len(groups) == 1 else f" in the layers {cache.config.retentions[group]}"
+    where = "" if len(groups) == 1 else f" in the layers {cache.config.describe_group(group)}"
     where += "" if num_shards == 1 else f" on one of {num_shards} devices"
     kept = np.count_nonzero(tables.kept)
     index = f" (a PrefixCache keeps {kept}: its make_room frees some)" if kept else ""
