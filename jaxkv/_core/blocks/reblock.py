@@ -45,9 +45,9 @@ def find_head_rows(rows: np.ndarray, config: CacheConfig, group: int) -> np.ndar
 
 
 class TokensGone(ValueError):
-    """A row has freed tokens that its new blocks would need."""
+    """A row has freed tokens that its new blocks would need, of a layer that `fit` names."""
 
-    def __init__(self, row: int, start: int, needed: int, layer: int | None = None):
+    def __init__(self, row: int, start: int, needed: int, layer: int = 0):
         super().__init__(f"row {row} holds tokens from {start} on, not from {needed}")
         self.row, self.start, self.needed, self.layer = row, start, needed, layer
 
