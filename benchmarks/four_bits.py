@@ -1,4 +1,5 @@
-"""What other forms of four bits would cost real models on real text: newest tokens exact, keys by channel, and more.
+"""What four bits and fewer would cost real models on real text: newest tokens exact, keys by channel, keys in more bits
+than values, and more.
 
     python benchmarks/four_bits.py [--model gemma3] [--documents 4] [--length 1024] [--forms "int4" ...]
 
