@@ -125,15 +125,25 @@ def load(
 def save(model: Decoder, folder: str | os.PathLike) -> None:
     """Writes a model as a Hugging Face folder that `load` and transformers read: config.json and model.safetensors.
 
+    Raises:
+      ValueError: the family's config.json cannot say which windows or chunks a layer has; nothing is written then.
+
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
     >>> save(small(), folder)
     >>> load(folder).config == small().config
     True
     """
-    folder = read_path("folder", folder)
+    folder, config = read_path("folder", folder), model.config
+    fields = config_reader.render(config) | {"dtype": str(model.dtype)}
+    rules, found = ([str(x.retention) for x in c.layers] for c in (config, config_reader.parse(fields)))
+    if rules != found:
+        i = next(i for i, (own, other) in enumerate(zip(rules, found, strict=True)) if own != other)
+        raise ValueError(
+            f"A config.json of the family {config.family} cannot say that layer {i} is {rules[i]}: loaded, it would be "
+            f"{found[i]}. Give the DecoderConfig a family that has such layers."
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    config = model.config
     tensors: dict[str, np.ndarray] = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         slots = slots_of(path, param.shape, config, model.num_stacked)
@@ -145,7 +155,6 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
             view = np.swapaxes(view, -1, -2) if slot.transposed else view  # a view: it writes to the tensor
             view[...] = tensor.reshape(view.shape)
     safetensors.write(folder / "model.safetensors", tensors)
-    fields = config_reader.render(config) | {"dtype": str(model.dtype)}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from support import fixtures
 
 from jaxkv import models
@@ -245,3 +246,13 @@ def test_known_fields_cover_what_transformers_writes():
         fields = json.loads((fixtures.DATA / name / "config.json").read_text())
         assert re.fullmatch(r"[\d.]+", fields["transformers_version"])
         config_reader.parse(fields)
+
+
+def test_windows_that_a_family_does_not_have_are_not_lost(tmp_path):
+    sizes = dict(vocab_size=96, embed_dim=32, mlp_dim=40, num_heads=2, num_kv_heads=1, head_dim=16)
+    config = models.DecoderConfig(
+        **sizes, windows=[None, 8], ropes=[models.Rope()] * 2, max_seq_len=64, attention_scale=0.25
+    )
+    with pytest.raises(ValueError, match="of the family llama cannot say that layer 1 is with a window of 8: loaded"):
+        models.save(models.Decoder(config, rngs=nnx.Rngs(0)), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
