@@ -254,7 +254,7 @@ def _read(inputs: _Inputs, items: work_list.Items, tiling: work_list.Tiling, que
     # As they are stored, for `_product`; by many queries of float32, which are three digits, it would take longer.
     as_bytes = format.storage_dtype == jnp.int8 and not by_entry and dtype.itemsize <= (4 if tiling.queries == 1 else 2)
     are_finite = format.is_quantized and not by_entry  # a NaN is in the scales then
-    width = format.stored_dim(head_dim)
+    stored_numbers = tile_reads.read_numbers(stored, items, tiling.run, head_dim)
 
     def read_scales(which: int) -> jax.Array:
         assert stored.scale is not None
@@ -263,12 +263,9 @@ def _read(inputs: _Inputs, items: work_list.Items, tiling: work_list.Tiling, que
         )
         return jax.lax.optimization_barrier(scales)  # else XLA puts them in order in each fusion that reads them
 
-    stored_at = [tile_reads.read_runs(kv, which, items, tiling.run, width) for which in range(kv.shape[1])]
-    read_numbers = [format.from_bits(stored_at[0])] if rank is not None else format.read_pair(*stored_at)
-
     def read(which: int) -> tuple[jax.Array, jax.Array | None]:
         """Keys or values, and the scales that are yet to be applied."""
-        numbers = read_numbers[which]
+        numbers = stored_numbers[which]
         if not as_bytes:
             numbers = (widen_int8(numbers) if numbers.dtype == jnp.int8 else numbers).astype(dtype)
         if stored.scale is None:

@@ -105,12 +105,10 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
             scales = format.spread_scales(scales, head_dim, halves)
             return jnp.where(visible[..., None], scales, 0.0)
 
-        width = format.stored_dim(head_dim)
-        bits = [tile_reads.read_runs(kv, which, items, tiling.run, width) for which in range(kv.shape[1])]
-        read_numbers = [format.from_bits(bits[0])] if rank is not None else format.read_pair(*bits)
+        stored_numbers = tile_reads.read_numbers(stored, items, tiling.run, head_dim)
 
         def read_stored(which):  # the keys or values as stored, and their scales
-            numbers = read_numbers[which].astype(jnp.float32)
+            numbers = stored_numbers[which].astype(jnp.float32)
             scales = jnp.ones_like(numbers[..., :1]) if kv_scale is None else read_scales(which)
             return jnp.where(visible[..., None], numbers, 0.0), scales
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.batch import StoredKV
 from pallas_kernels.xla.work_list import Items
 
 
@@ -29,6 +30,14 @@ def read_runs(pool: jax.Array, which: int, items: Items, run: int, head_dim: int
     )
     runs = jax.lax.gather(pool, index, dimensions, (1, 1, num_kv_heads, run, *minor), mode="clip")
     return runs.reshape(num_items, num_kv_heads, pieces * run, *minor)
+
+
+def read_numbers(stored: StoredKV, items: Items, run: int, head_dim: int) -> tuple[jax.Array, ...]:
+    """Keys and values of items' context, or rows of both, `[items, K, pieces * run, head_dim]` each, before they are
+    multiplied by scales."""
+    width = stored.format.stored_dim(head_dim)
+    bits = [read_runs(stored.kv, which, items, run, width) for which in range(stored.kv.shape[1])]
+    return stored.format.read_pair(*bits) if stored.latent_rank is None else (stored.format.from_bits(*bits),)
 
 
 def zero_for(*trees: Any) -> jax.Array:

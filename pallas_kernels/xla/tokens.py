@@ -147,17 +147,12 @@ def _attend(
 def _read(slots: Slots, stored: StoredKV, dtype, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Keys and values of slots, `[n, top_k, K, D]`; values that are not seen are 0."""
     format, rank = stored.format, stored.latent_rank
-    numbers = stored.kv[slots.block, :, :, slots.offset, : format.stored_dim(head_dim)]  # [n, top_k, 2, K, ..]
-    if format.mixes_pairs and rank is None:
-        numbers = jnp.stack(format.read_pair(numbers[:, :, 0], numbers[:, :, 1]), axis=2)
-    else:
-        numbers = format.from_bits(numbers)
-    if stored.scale is None:
-        both = numbers if numbers.dtype == dtype else numbers.astype(jnp.float32)
-        keys, values = both[:, :, 0], both[:, :, -1]
-    else:
-        scales = format.spread_scales(stored.scale[slots.block, :, :, slots.offset], head_dim, stored.half_rank)
-        keys, values = (numbers[:, :, i].astype(jnp.float32) * scales[:, :, i] for i in (0, -1))
+    both = stored.kv[slots.block, :, :, slots.offset, : format.stored_dim(head_dim)]  # [n, top_k, 2, K, ..]
+    if stored.scale is not None:
+        both = format.decode(both, stored.scale[slots.block, :, :, slots.offset], head_dim, stored.half_rank, axis=2)
+    elif both.dtype != dtype:
+        both = both.astype(jnp.float32)
+    keys, values = both[:, :, 0], both[:, :, -1]
     values = values if rank is None else values[..., :rank]
     return keys, jnp.where(slots.seen[:, :, None, None], values, jnp.zeros((), values.dtype))
 
