@@ -31,8 +31,10 @@ def report():
 def test_numbers_times_scales(name, report):
     """Each in its place; keys under a value's scale that is infinite are NaN, values finite."""
     found = report[name]
-    # A level's sum is rounded, half a unit of the last place, and so are two products.
-    assert found["off"] < 3 * 2 ** (-11 if "float16" in name else -8)
+    most = 0.0009 if "float16" in name else 0.009
+    if name.startswith("keys") and "groups of 64" in name:  # of five bits: a sum and two products are rounded
+        most = 3 * 2 ** (-11 if "float16" in name else -8)
+    assert found["off"] < most
     assert found["nan"] == ([70] if "keys" in name else []) and found["known"] > 0.99
 
 
