@@ -277,16 +277,14 @@ def list_forms() -> dict[str, Form]:
                 channels[64], levels=levels, zero=zero, searched=True
             )
     found |= {f"K {name}": Form(codec, None) for name, codec in keys.items()}
-    narrower = {
-        bits: {size: Codec(group=size, levels=f"levels {bits}", bits=bits, rotated=True) for size in (32, 64)}
-        for bits in (6, 5, 3, 2)
-    }
+    of_bits = {
+        (bits, size): Codec(group=size, levels="levels" if bits == 4 else f"levels {bits}", bits=bits, rotated=True)
+        for bits in (6, 5, 4, 3, 2) for size in (32, 64)
+    }  # fmt: skip
     for size in (32, 64):
-        found[f"K 5 bits, V 3, a scale per {size}"] = Form(narrower[5][size], narrower[3][size])
+        found[f"K 5 bits, V 3, a scale per {size}"] = Form(of_bits[5, size], of_bits[3, size])
     for tail in (32, 128):
-        four = {size: Codec(group=size, rotated=True, exact_last=tail) for size in (32, 64)}
-        kept = {(b, s): change(x, exact_last=tail) for b, y in narrower.items() for s, x in y.items()}
-        kept |= {(4, s): x for s, x in four.items()}
+        kept = {each: change(codec, exact_last=tail) for each, codec in of_bits.items()}
         for size in (32, 64):
             for keys_bits, values_bits in ((6, 2), (5, 3), (4, 3), (4, 2), (3, 3), (3, 2), (2, 2)):
                 name = f"K {keys_bits} bits, V {values_bits}, a scale per {size}, last {tail} exact"

@@ -127,6 +127,8 @@ def test_formats_that_differ_in_their_scales_are_not_listed_as_one(monkeypatch):
     assert ["int8", "float8_e4m3fn", "float8_e5m2"] in kinds and ["bfloat16", "float16"] in kinds
     assert ["k5v3"] not in _kinds(None, of_heads[32])  # a scale per head, as int4
     assert _kinds(["int4", "k5v3"], of_heads[32]) == [["int4"], ["k5v3"]]
+    latent = types.SimpleNamespace(layer_configs=[jaxkv.LayerConfig.latent(rank=64, rope_dim=64)])
+    assert ["int4"] in _kinds(None, latent) and ["k5v3"] not in _kinds(None, latent)  # which cannot store it
 
 
 def test_what_no_kernel_reads_is_marked(tmp_path, capsys):

@@ -120,8 +120,7 @@ class OneRow(Apart):
 
 
 def can_hold(layer: Any, format: Any) -> bool:
-    """Tells whether a format has a way to store a layer's rows: of two widths, or of both keys and values, some have
-    none."""
+    """Tells whether a format can store a layer: where keys and values share bits, it has no rows that hold both."""
     return layer.row_rank is None or not format.mixes_pairs
 
 

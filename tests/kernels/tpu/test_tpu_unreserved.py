@@ -19,7 +19,7 @@ SIZES = {
 SCATTERED = {"float16": 16}
 
 
-def in_both_layouts(names, *by_day):
+def parametrize_layouts(names, *by_day):
     """Parametrizes a test over pools of padded and packed tokens by night, and over these by day."""
     each = [(name, packed) for name in names for packed in (False, True)]
     return pytest.mark.parametrize(("name", "packed"), each if NIGHTLY else by_day)
@@ -36,13 +36,13 @@ def run(op, write, *arrays, **options):
     return interpreter.run(op, *arrays, mode=interpreter.PLAIN, **given, **options)
 
 
-@in_both_layouts(SIZES | SCATTERED, ("bfloat16", False), ("float16", True))
+@parametrize_layouts(SIZES | SCATTERED, ("bfloat16", False), ("float16", True))
 def test_write(name, packed):
     write = make(name, packed)
     check_write(write, run(tpu.write_kv, write, *write.arguments))
 
 
-@in_both_layouts(SIZES, ("int8", True))
+@parametrize_layouts(SIZES, ("int8", True))
 def test_write_and_attend(name, packed):
     check_fused(name, make(name, packed))
 
