@@ -7,6 +7,7 @@ from documents import ROOT
 from test_adoption import changed_lines
 
 import jaxkv
+from pallas_kernels.common.quantization import FORMATS
 
 TEXT = (ROOT / "docs/figures.md").read_text()
 
@@ -247,6 +248,12 @@ def test_quality_is_what_was_measured():
     for row in tables.get("quest", [])[1:]:
         add(f"quest, {row['of the prompt']} read", row, "quest", row["of the prompt"])
     assert {name: cells for name, *cells in read_table("stored, kept or read")} == found
+
+
+def test_formats_know_what_was_measured():
+    costs = {row["stored as"]: max(row["cost, %"], 0) for row in measured("quality") if "stored as" in row}
+    known = {name: format.loss for name, format in FORMATS.items() if format.is_quantized}
+    assert known == {name: round(costs[name], 2) for name in known}
 
 
 def test_storing_less_costs_what_was_measured():

@@ -18,7 +18,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv._cli.main import main
 from jaxkv._cli.plan.capacity import plan
-from jaxkv._cli.plan.chips import KERNEL_BLOCKS, QUANTIZED, reads
+from jaxkv._cli.plan.chips import KERNEL_BLOCKS, QUANTIZED, chip_named, reads
 from jaxkv._cli.plan.command import _kinds
 from jaxkv._core.config.byte_sizes import ByteSizes
 from pallas_kernels.api.backends import find_backend
@@ -122,13 +122,22 @@ def test_formats_that_differ_in_their_scales_are_not_listed_as_one(monkeypatch):
     of_heads = {
         n: types.SimpleNamespace(layer_configs=[jaxkv.LayerConfig(num_kv_heads=2, head_dim=n)]) for n in (32, 64)
     }
-    kinds = _kinds(None, of_heads[64])
+    kinds = _kinds(None, of_heads[64], None)
     assert ["int4"] in kinds and ["k5v3"] in kinds and ["finer"] in kinds
     assert ["int8", "float8_e4m3fn", "float8_e5m2"] in kinds and ["bfloat16", "float16"] in kinds
-    assert ["k5v3"] not in _kinds(None, of_heads[32])  # a scale per head, as int4
-    assert _kinds(["int4", "k5v3"], of_heads[32]) == [["int4"], ["k5v3"]]
+    assert _kinds(["int4", "k5v3"], of_heads[32], None) == [["int4"], ["k5v3"]]
     latent = types.SimpleNamespace(layer_configs=[jaxkv.LayerConfig.latent(rank=64, rope_dim=64)])
-    assert ["int4"] in _kinds(None, latent) and ["k5v3"] not in _kinds(None, latent)  # which cannot store it
+    kinds = _kinds(None, latent, None)
+    assert ["int4"] in kinds and ["k5v3"] not in kinds  # which cannot store it
+
+
+def test_of_formats_that_take_the_same_the_one_that_loses_less_is_listed():
+    """With heads of 32 int4 and k5v3 have a scale for each; a TPU's kernels read the one alone."""
+    model = types.SimpleNamespace(layer_configs=[jaxkv.LayerConfig(num_kv_heads=2, head_dim=32)])
+    for chip, named, other in ((None, "k5v3", "int4"), ("h100", "k5v3", "int4"), ("v5e", "int4", "k5v3")):
+        kinds = _kinds(None, model, chip and chip_named(chip))
+        assert [named] in kinds and [other] not in kinds, chip
+    assert [kind for kind in kinds if len(kind) == 3] == [["int8", "float8_e4m3fn", "float8_e5m2"]]
 
 
 def test_what_no_kernel_reads_is_marked(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Devices by chip name, with the makers' own figures: every time computed from them is a lower bound."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from jaxkv._core.config.kv_packing import can_hold, can_share_bytes
@@ -91,6 +92,12 @@ def reads_groups(platform: str, layer: Any, format: Any) -> bool:
     if platform == "gpu":
         return layer.row_rank is None and layer.head_dim % 16 == 0 and layer.head_dim <= 256
     return can_share_bytes(layer, format)
+
+
+def has_kernel(chip: Chip | None, layers: Iterable[Any], name: str, block_size: int | None = None) -> bool:
+    """Tells whether a chip's kernels read all attention layers in a format, as `reads` does; True without a chip."""
+    attending = (layer for layer in layers if not layer.is_recurrent)
+    return chip is None or all(reads(chip.platform, layer, name, block_size) for layer in attending)
 
 
 def chip_named(name: str) -> Chip:

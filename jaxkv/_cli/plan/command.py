@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxkv._cli.plan import report_json, report_text
 from jaxkv._cli.plan.capacity import BLOCK_SIZES, needed_bytes, plan
-from jaxkv._cli.plan.chips import Chip, chip_named
+from jaxkv._cli.plan.chips import Chip, chip_named, has_kernel
 from jaxkv._cli.plan.devices import Devices, shapes_of
 from jaxkv._cli.plan.report import AskedRows, DeviceMemory, Needs, Option, Report, device_contents
 from jaxkv._cli.plan.step_report import shapes_as_text, step_as_json
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.shapes:
         return _compare(planner, devices)
     if arguments.memory is None and chip is None:
-        needs = planner.needs(devices, _kinds(arguments.dtype, config))
+        needs = planner.needs(devices, _kinds(arguments.dtype, config, chip))
         print(
             json.dumps(report_json.needs_as_json(needs), indent=1)
             if arguments.json
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0
     sizes = arguments.block_size or [size for size in BLOCK_SIZES if size % devices.context == 0] or BLOCK_SIZES[-1:]
-    report = planner.report(devices, _kinds(arguments.dtype, config), sizes)
+    report = planner.report(devices, _kinds(arguments.dtype, config, chip), sizes)
     print(json.dumps(report_json.as_json(report), indent=1) if arguments.json else report_text.as_text(report))
     return 0
 
@@ -186,7 +186,9 @@ def _compare(planner: _Planner, devices: Devices) -> int:
     found, why = [], ""
     for shape in shapes_of(devices.count, planner.config):
         try:
-            report = planner.report(shape, _kinds(arguments.dtype, planner.config)[:1], arguments.block_size or (None,))
+            report = planner.report(
+                shape, _kinds(arguments.dtype, planner.config, chip)[:1], arguments.block_size or (None,)
+            )
             found.append((device_contents(report), report.step))
         except ValueError as error:
             why = str(error)
@@ -216,21 +218,26 @@ def _lengths(file: pathlib.Path) -> list[int]:
     return [int(word) for word in words]
 
 
-def _kinds(names: list[str] | None, config: Any) -> list[list[str]]:
-    """Groups the dtypes that take the same memory. Where heads are no wider than a group of entries, larger groups save
-    nothing: unless they are named, those dtypes are left out, and those that cannot store some layer."""
-    head_dims = sorted({layer.head_dim for layer in config.layer_configs if not layer.is_recurrent})
+def _kinds(names: list[str] | None, config: Any, chip: Chip | None) -> list[list[str]]:
+    """Groups the dtypes that take the same memory. Unless they are named, those that cannot store some layer are left
+    out, and of those with scales of other groups that take no less for it (where heads are no wider) all but the best:
+    what the chip's kernels read, and then what loses least."""
+    layers = config.layer_configs
+    head_dims = sorted({layer.head_dim for layer in layers if not layer.is_recurrent})
     kinds: dict[Any, list[str]] = {}
-    seen = set()
-    held = [name for name in FORMATS if all(can_hold(layer, FORMATS[name]) for layer in config.layer_configs)]
-    for name in names or held:
+    for name in names or FORMATS:
         format = FORMATS[name]
-        scales = (format.group_size, format.scale_dtype.itemsize) if format.is_quantized else None
-        memory = format.bytes_per_element, tuple(map(format.scale_axes, head_dims))
-        if names or format.group_size is None or memory not in seen:
+        if names or all(can_hold(layer, format) for layer in layers):
+            scales = (format.group_size, format.scale_dtype.itemsize) if format.is_quantized else None
             kinds.setdefault((format.bytes_per_element, scales), []).append(name)
-        seen.add(memory)
-    return list(kinds.values())
+    if names:
+        return list(kinds.values())
+    best: dict[Any, list[str]] = {}
+    for (element, scales), kind in kinds.items():
+        memory = element, scales and scales[1], tuple(map(FORMATS[kind[0]].scale_axes, head_dims))
+        found = best.setdefault(memory, kind)
+        best[memory] = min(found, kind, key=lambda x: (not has_kernel(chip, layers, x[0]), FORMATS[x[0]].loss))
+    return list(best.values())
 
 
 def _read_model(folder: pathlib.Path) -> tuple[Any, str]:

@@ -5,7 +5,7 @@ import functools
 from typing import Any, NamedTuple
 
 from jaxkv._cli.plan.capacity import Plan
-from jaxkv._cli.plan.chips import Chip, reads
+from jaxkv._cli.plan.chips import Chip, has_kernel
 from jaxkv._cli.plan.decode_step import DecodeStep, decode_step
 from jaxkv._cli.plan.devices import Devices
 
@@ -79,10 +79,7 @@ class Report:
     def has_kernel(self, dtype: str, block_size: int | None = None) -> bool:
         """Tells whether a kernel of the chip reads this dtype in all layers, in blocks of this size, or of a fitting
         one; True without a chip."""
-        if self.chip is None:
-            return True
-        layers = [layer for layer in self.model.layer_configs if not layer.is_recurrent]
-        return all(reads(self.chip.platform, layer, dtype, block_size) for layer in layers)
+        return has_kernel(self.chip, self.model.layer_configs, dtype, block_size)
 
     @functools.cached_property
     def step(self) -> DecodeStep:

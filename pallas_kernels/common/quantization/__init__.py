@@ -53,6 +53,7 @@ class StorageFormat:
     scale_dtypes: tuple[np.dtype, ...] = (FLOAT32, jnp.dtype("bfloat16"))  # that the scales of a pool may have
     levels: tuple[Levels, Levels] | None = None  # of keys and of values: the scale is searched, and none is 0
     rotates: bool = False  # whether a cache rotates heads before it stores them, if nothing else is said
+    loss: float = 0.0  # by how many percent more SmolLM2-135M loses, measured by benchmarks/quality.py
     revision: int = 1  # of what the bits mean: files of another one are refused
     float8: Float8 | None = None
     to_bits: Callable[[jax.Array], jax.Array] = lambda x: x  # numbers within `largest` as they are stored
@@ -361,11 +362,12 @@ def _read_float8(stored: jax.Array, float8: Float8) -> jax.Array:
     return jnp.where(bits >= 128, -number, number).astype(jnp.bfloat16)
 
 
-def _make_float8(name: str, largest: float, float8: Float8) -> StorageFormat:
+def _make_float8(name: str, largest: float, float8: Float8, loss: float) -> StorageFormat:
     return StorageFormat(
         name,
         np.dtype("uint8"),
         largest,
+        loss=loss,
         float8=float8,
         to_bits=functools.partial(_round_to_float8, float8=float8),
         from_bits=functools.partial(_read_float8, float8=float8),
@@ -381,6 +383,7 @@ _INT4 = StorageFormat(
     scale_dtype=jnp.dtype("bfloat16"),
     levels=(FOUR_BITS, FOUR_BITS),
     rotates=True,  # the small model's loss says so; elsewhere it does not care: see benchmarks/NOTES.md
+    loss=1.88,
     revision=3,  # 1 had even steps, 2 levels that were rounded
     to_bits=_pack_int4,
     from_bits=_unpack_int4,
@@ -391,9 +394,9 @@ FORMATS = {
     format.name: format
     for format in (
         *(StorageFormat(name, jnp.dtype(name)) for name in ("bfloat16", "float16", "float32")),
-        StorageFormat("int8", np.dtype("int8"), 127.0, to_bits=_round_to_int8),
-        _make_float8("float8_e4m3fn", 448.0, Float8(3, 120, 0x7F)),
-        _make_float8("float8_e5m2", 57344.0, Float8(2, 112, 0x7C)),
+        StorageFormat("int8", np.dtype("int8"), 127.0, loss=0.04, to_bits=_round_to_int8),
+        _make_float8("float8_e4m3fn", 448.0, Float8(3, 120, 0x7F), loss=0.36),
+        _make_float8("float8_e5m2", 57344.0, Float8(2, 112, 0x7C), loss=1.49),
         _INT4,
         dataclasses.replace(
             _INT4,
@@ -401,6 +404,7 @@ FORMATS = {
             largest=FIVE_BITS.last,  # which is above that of values
             group_size=64,
             levels=(FIVE_BITS, THREE_BITS),
+            loss=1.56,
             revision=1,
             from_bits=_unpack_k5v3,
         ),
