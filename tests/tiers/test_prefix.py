@@ -247,16 +247,16 @@ def test_what_was_pinned_and_is_gone_leaves_nothing_behind(window):
     """Pins hold blocks against eviction, but a new cache has none: the index then keeps the place in the chain alone,
     and not longer than the pin."""
     config = make_config(window)
-    prefix = jaxkv.PrefixCache(config)
+    prefix, count = jaxkv.PrefixCache(config), 8 if window is None else 20
     cache = prefix.insert(compute(jaxkv.init(config), 0, A)[0], 0, A)
     for _ in range(2):
-        prefix.pin(A[:8])
+        assert prefix.pin(A[:count]) == count
     cache = prefix.insert(jaxkv.init(config), 0, A)
-    assert prefix.match([*A, 1]).num_tokens == 0 and len(prefix._index.nodes) == 2
-    prefix.unpin(A[:8])
+    assert prefix.match([*A, 1]).num_tokens == 0 and len(prefix._index.nodes) == count // BLOCK
+    prefix.unpin(A[:count])
     prefix.check_invariants(cache)
-    assert len(prefix._index.nodes) == 2
-    prefix.unpin(A[:8])
+    assert len(prefix._index.nodes) == count // BLOCK
+    prefix.unpin(A[:count])
     prefix.check_invariants(cache)
     assert not prefix._index.nodes
 

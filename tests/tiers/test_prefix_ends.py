@@ -291,6 +291,27 @@ def test_a_pin_is_of_what_a_match_needs():
     assert server.cache.blocks_in_use == 0
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_pin_is_of_what_a_match_finds(name):
+    """Not of what is only known: in the middle of a prompt the blocks of a window may be gone, and no prompt can go on
+    there."""
+    server, tokens = Server(make_config(name, max_seqs=1)), text(48, 1)
+    for _ in range(0, 48, CHUNK):
+        server.compute(0, CHUNK)
+    server.cache = free(server.prefix.insert(server.cache, 0, tokens), 0)
+    found = [server.prefix.known([*tokens[:n], 1]) for n in range(49)]
+    assert any(there < n // BLOCK * BLOCK for n, there in enumerate(found)) == (name != "all")
+    for n, there in enumerate(found):
+        assert server.prefix.pin(tokens[:n]) == there, n
+        if there:
+            server.prefix.unpin(tokens[:n])
+        assert not any(server.prefix.stats()["blocks_pinned"])
+    there = server.prefix.pin(tokens[:31])
+    server.cache = server.prefix.make_room(server.cache, 60)
+    assert server.prefix.match([*tokens[:31], 1]).num_tokens == there
+    server.prefix.check_invariants(server.cache)
+
+
 def test_where_a_row_goes_on_is_worth_less_than_where_none_does():
     """A row that decodes comes with a later end; what was said in another chat comes back to where it was."""
     config = make_config("window")

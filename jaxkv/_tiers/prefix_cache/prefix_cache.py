@@ -321,15 +321,19 @@ class PrefixCache:
             self._index.snapshots.move_to_host(self._index.nodes)
 
     def pin(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> int:
-        """Pins the cached prefix of `tokens` against eviction, until `unpin`. Returns its number of tokens.
+        """Pins the cached prefix of `tokens` against eviction, until `unpin`. Returns its number of tokens: as many as
+        `match` then finds of a prompt that goes on behind them.
 
-        In layers with a sliding window it pins the blocks that the next token sees.
+        In layers with a sliding window it pins the blocks that the next token sees. Where those are gone, as they may
+        be in the middle of a prompt, the prefix ends earlier; so it does where blocks are on disk alone.
 
         Raises:
           ValueError: more blocks would be pinned than `max_pinned` allows; none is pinned then.
         """
         tokens, root = read_tokens(tokens), self._root(salt, adapter)
-        chain, index = self._index.walk(root, tokens), self._index
+        index = self._index
+        chain = index.walk(root, tokens)
+        chain = chain[: index.usable(chain)]
         for group, (own, num_blocks) in enumerate(zip(index.find_needed(chain), self.config.group_blocks, strict=True)):
             pinned = sum(1 for node in index.pinned[group].union(own) if node.blocks[group])
             if pinned > (limit := int(self.max_pinned * num_blocks)):
