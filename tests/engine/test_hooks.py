@@ -112,6 +112,43 @@ def test_numbers_go_with_a_saved_engine(tmp_path):
         assert request.tokens == expected(prompt, n, **args)
 
 
+def sum_up(tokens):
+    return sum((place + 3) * (token + 1) for place, token in enumerate(tokens)) % VOCAB
+
+
+def choose_sum(logits, rows):
+    place = jnp.arange(rows.tokens.shape[1])[None]
+    total = jnp.where(place < rows.lengths[:, None], (place + 3) * (rows.tokens + 1), 0).sum(axis=1)
+    return jax.nn.one_hot(total % VOCAB, VOCAB)
+
+
+@pytest.mark.parametrize("swap", ["always", "never"] if NIGHTLY else ["always"])
+def test_a_hook_has_all_tokens_of_a_row_that_comes_back(swap):
+    """A request is preempted, goes on in another row, is preempted once more, and comes back to its first row, in which
+    nobody was meanwhile."""
+    sizes = {"max_seq_len": LONGEST, "block_size": 3, "num_blocks": 16, "step_tokens": 40}
+    engine = jaxkv.Engine(Checksum((None,)), max_seqs=3, **sizes, swap=swap, logits_hook=choose_sum)
+    short, late, grown = (
+        engine.submit(list(range(n)), most, priority=p) for n, most, p in ((9, 7, 0), (10, 30, 1), (16, 32, 0))
+    )
+    rows = [None]
+    while len(rows) < 5 or rows[-1] is None:
+        engine.step()
+        (sequence,) = (s for request, s in engine._core.open.items() if request is late)
+        rows += [sequence.row] if sequence.row != rows[-1] else []
+        if len(rows) == 5 and rows[-1] is None and not grown.done:  # the row of its own is the one that is left
+            grown.cancel()
+            others = [engine.submit([i, i], 9) for i in (5, 6)]
+    list(engine.run())
+    assert rows[1] == rows[5] != rows[3]
+    for request in (short, late, grown, *others):
+        tokens = list(request.prompt)
+        while len(tokens) < len(request.prompt) + len(request.tokens):
+            tokens.append(sum_up(tokens))
+        assert request.tokens == tokens[len(request.prompt) :]
+    assert len(late.tokens) == 30
+
+
 def test_recompute_is_given_the_same_numbers():
     model = jaxkv.models.small()
     penalise = functools.partial(jaxkv.hooks.presence_penalty)

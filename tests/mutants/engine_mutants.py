@@ -24,6 +24,10 @@ MUTANTS = {
         "test_every_line_of_one_step_and_of_leaving_a_stream",
         Plant("EngineCore.make_sound", "not self._soundness.is_kept", "False"),
     ),
+    "a hook goes on with the tokens that a row had before": (
+        "test_a_hook_has_all_tokens_of_a_row_that_comes_back",
+        Plant("CacheManager._release", "(None, 0, {}, False)", "(None, 0, {}, sequence.is_noted)"),
+    ),
     "requests are lost with a call": (
         "test_every_line_of_one_step_and_of_leaving_a_stream",
         Plant(

@@ -33,6 +33,7 @@ class Sequence:
     unread: int = 0  # tokens after these, chosen on the device
     row: int | None = None
     cached: int = 0  # leading tokens whose keys and values are in the cache
+    is_noted: bool = False  # its row's tokens are on the device for a logits hook, since it has the row
     guesses: list[int] = dataclasses.field(default_factory=list)  # draft tokens, to be verified behind one given
     parents: list[int] = dataclasses.field(default_factory=list)  # the draft token that each follows; -1: the sequence
     host: Any = None  # its blocks while it has no row: `HostBlocks`, or a function that fetches them

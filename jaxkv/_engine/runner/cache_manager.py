@@ -361,7 +361,7 @@ class CacheManager:
         self._free_rows.append(sequence.row)
         self._living.discard(sequence)
         self.room.give_back()
-        sequence.row, sequence.cached, sequence.states = None, 0, {}
+        sequence.row, sequence.cached, sequence.states, sequence.is_noted = None, 0, {}, False
 
     @property
     def has_rows_to_free(self) -> bool:

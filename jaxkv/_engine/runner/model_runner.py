@@ -105,7 +105,6 @@ class ModelRunner:
         queries = self._remembered.zeros()
         memory = new_memory(config.max_seqs, config.max_seq_len, self.hook, queries)
         self._memory = put_replicated(memory, self.cache_manager.device.place)  # where steps return it, too
-        self._noted: dict[int, Sequence] = {}  # the sequence of each row whose tokens the memory has
         self._idle_since = 0.0  # when the device was seen to finish
 
     def close(self) -> None:
@@ -117,7 +116,6 @@ class ModelRunner:
         """Frees the device memory until `clear`."""
         delete([[flight.result for flight in self.flights], self._memory])
         self.flights.clear()
-        self._noted = {}
 
     @property
     def leaves(self) -> list[Any]:
@@ -186,7 +184,7 @@ class ModelRunner:
             else:
                 tokens += given
                 tokens += guesses
-            if self.hook is not None and self._noted.get(row) is not sequence:
+            if self.hook is not None and not sequence.is_noted:
                 self._note(sequence, row)
         has_guesses = self.draft_tokens > 0 and bool(rows[GUESSED].any())
         packed = targets = None
@@ -328,7 +326,7 @@ class ModelRunner:
         tokens = np.zeros(self.cache_manager.config.max_seq_len, np.int32)
         tokens[: len(sequence.tokens)] = sequence.tokens
         self._memory = note_tokens(self._memory, np.int32(row), tokens)
-        self._noted[row] = sequence
+        sequence.is_noted = True
 
 
 def _is_scored(sequence: Sequence) -> bool:
