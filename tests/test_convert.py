@@ -259,7 +259,10 @@ FLAX = {"cached_key": K[0], "cached_value": K[0], "cache_index": 3}
         (lambda c: c.from_dense(K, V, [1, 2]), r"one integer for each of the 4 rows, not int64\[2\]"),
         (lambda c: c.from_dense(K, V, [1.0] * 4), "one integer for each of the 4 rows, not float64"),
         (lambda c: c.from_dense(K, V, LENGTHS, max_seqs=3), "have 4 rows, but max_seqs = 3: give at least as many"),
-        (lambda c: c.from_dense(K, V, LENGTHS, num_blocks=2), "need 3 blocks of 16 tokens, but num_blocks = 2"),
+        (
+            lambda c: c.from_dense(K, V, LENGTHS, num_blocks=2),
+            "need 3 blocks of 16 tokens, but the cache has 2: raise num_blocks",
+        ),
         (lambda c: c.from_dense(K, V, LENGTHS, layers=[jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)]), "layers say"),
         (lambda c: c.from_hugging_face(HF, padding="top"), "padding must be 'left' or 'right', not 'top'"),
         (lambda c: c.from_hugging_face([]), "must have at least one layer"),

@@ -275,8 +275,8 @@ def _fit(
             need, few = lack
             raise CacheFileError(
                 f"The rows of {path} need {need} blocks of {config.block_size} tokens, but {few} "
-                f"{'is' if few == 1 else 'are'} free: give the cache more num_blocks, free rows of it, or leave "
-                "rows out."
+                f"{'is' if few == 1 else 'are'} free: raise the cache's {config.size_argument}, free rows of it, or "
+                "leave rows out."
             )
     return plans
 

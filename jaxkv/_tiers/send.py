@@ -133,7 +133,7 @@ def _put_beside(to: Cache, target: np.ndarray, host: HostBlocks) -> Cache:
         few = min(int(np.min(tables.num_free)) for tables in jax.device_get(to.tables))
         raise OutOfBlocks(
             f"These rows need more blocks, beside those that they share, than the {few} that are free in the cache "
-            "sent to: free rows of it, give it more num_blocks, or send fewer."
+            f"sent to: free rows of it, raise its {to.config.size_argument}, or send fewer."
         )
     return result
 
@@ -243,7 +243,8 @@ def _fit(
             need, few = lack
             raise OutOfBlocks(
                 f"These rows need {need} blocks of {config.block_size} tokens, but in the cache sent to {few} "
-                f"{'is' if few == 1 else 'are'} free: free rows of it, give it more num_blocks, or send fewer."
+                f"{'is' if few == 1 else 'are'} free: free rows of it, raise its {config.size_argument}, or send "
+                "fewer."
             )
     return plans
 

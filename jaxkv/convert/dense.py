@@ -72,7 +72,8 @@ def from_dense(
         plan = reblock(tables, lengths, places, config.block_size, first=first, share=False)
         if len(plan.slots) > blocks:
             raise ValueError(
-                f"The rows need {len(plan.slots)} blocks of {config.block_size} tokens, but num_blocks = {blocks}."
+                f"The rows need {len(plan.slots)} blocks of {config.block_size} tokens, but the cache has {blocks}: "
+                f"raise {config.size_argument}."
             )
         plans.append(plan)
 

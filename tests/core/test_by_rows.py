@@ -72,7 +72,7 @@ def files(cache, mesh, path):
     assert {x.sharding for x in jax.tree.leaves(back)} == {x.sharding for x in jax.tree.leaves(empty)}
     full = empty.with_shards([jaxkv.extend(empty.shards[0], [15, 0])] * 2)  # the first one's is copied to the second
     assert {x.sharding for x in jax.tree.leaves(full)} == {x.sharding for x in jax.tree.leaves(empty)}
-    with pytest.raises(jaxkv.CacheFileError, match=r"need 2 blocks of 4 tokens, but 0 are free: give the cache more"):
+    with pytest.raises(jaxkv.CacheFileError, match=r"need 2 blocks of 4 tokens, but 0 are free: raise the cache's "):
         jaxkv.load(path, into=full, rows=[None, 3, None])
     with pytest.raises(ValueError, match=r"with_shards takes 2 caches of the config of cache\.shards"):
         cache.with_shards(cache.shards[:1])

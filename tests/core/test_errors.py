@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checksum_model import Checksum
 from three_rows import CONFIG, LAYERS, filled, ones
 
 import jaxkv
 from jaxkv import CacheConfig, LayerConfig
+from jaxkv._core.cache.data_parallel import shard_config
 
 
 @pytest.fixture(scope="module")
@@ -402,6 +404,26 @@ def test_message(name, cache):
     message = str(raised.value)
     assert message[-1] == "." and "\n" not in message
     jax.tree.map(np.testing.assert_array_equal, cache, before)
+
+
+GIVEN = [{"num_blocks": 8}, {"max_tokens": 18}, {"group_blocks": [7, 6]}, {"memory_bytes": 400}]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=lambda given: next(iter(given)))
+def test_what_to_raise_is_what_was_given(given):
+    """With layers that have windows their blocks follow from it."""
+    (name,), sizes = given, {"max_seqs": 2, "max_seq_len": 48, "block_size": 2, "step_tokens": 4}
+    config = CacheConfig.from_model(Checksum(), **sizes, **given)
+    assert config.replace(dtype="bfloat16").size_argument == name == shard_config(config, 1, "rows").size_argument
+    assert config.replace(num_blocks=7).size_argument == "num_blocks"
+    cache = jaxkv.extend(jaxkv.init(config), [6, 0])
+    with pytest.raises(jaxkv.OutOfBlocks, match=f"or raise the cache's {name}\\."):
+        jaxkv.check(jaxkv.extend(cache, [30, 0]))
+    prefix = jaxkv.PrefixCache(config, max_pinned=0)
+    prefix.insert(cache, 0, [1, 2, 3, 4])
+    with pytest.raises(ValueError, match=f"unpin others, or raise {name}\\."):
+        prefix.pin([1, 2, 3, 4])
+    assert f": raise {name}, or lower max_new_tokens" in jaxkv.Engine(Checksum(), **sizes, **given).problem([1] * 20, 9)
 
 
 def test_row_index_is_checked_when_the_cache_is_traced(cache):

@@ -108,7 +108,7 @@ def check(cache: Cache) -> None:
     index = f" (a PrefixCache keeps {kept}: its make_room frees some)" if kept else ""
     raise OutOfBlocks(
         f"{_capitalize(needs)}, but {free}{where}{index}. {LEFT_OUT} free or truncate rows in the cache of before the "
-        "call, or give the cache more num_blocks."
+        f"call, or raise the cache's {cache.config.size_argument}."
     )
 
 

@@ -213,10 +213,9 @@ def shard_config(config: CacheConfig, count: int, axis: str) -> CacheConfig:
     """Returns the config of each of `count` equal shards of a cache's rows and blocks. Raises ValueError."""
     max_seqs = divide_evenly("max_seqs", config.max_seqs, count, axis)
     group_blocks = tuple(divide_evenly("num_blocks", n, count, axis) for n in config.group_blocks)
-    fields: dict[str, Any] = (
-        {} if config.contiguous else {"group_blocks": group_blocks, "block_size": config.block_size}
-    )
-    return config.replace(max_seqs=max_seqs, **fields)
+    if config.contiguous:
+        return config.replace(max_seqs=max_seqs)
+    return config.resize(group_blocks, max_seqs=max_seqs, block_size=config.block_size)
 
 
 def divide_evenly(name: str, number: int, count: int, axis: str) -> int:

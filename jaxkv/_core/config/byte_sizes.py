@@ -238,6 +238,6 @@ class ByteSizes(Groups):
         needed = self.bytes // num_shards + entries * np.dtype(np.int32).itemsize
         if memory and needed > memory:
             raise ValueError(
-                f"The cache would take {needed} bytes, but {device} has {memory} bytes of memory: give it fewer "
-                "num_blocks, a smaller max_seqs or max_seq_len, or say memory_bytes and have them chosen."
+                f"The cache would take {needed} bytes, but {device} has {memory} bytes of memory: lower "
+                f"{self.size_argument}, max_seqs or max_seq_len, or say the memory_bytes that it may take."
             )

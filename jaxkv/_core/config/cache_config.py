@@ -161,6 +161,9 @@ class CacheConfig(MadeLike):
             checks.check_snapshots(self, self.snapshot_every)
         checks.check_indices(self)
         checks.check_evicting(self)
+        sizes = {name: getattr(self, name) for name in ("num_blocks", "max_tokens", "group_blocks")}
+        given = [name for name, size in sizes.items() if not isinstance(size, _Settled | _SettledBlocks)]
+        put("size_argument", given[0] if given else "max_seqs")
 
     def _settle_residual(self, put) -> None:
         given = tuple(layer for layer in self.layers if not layer.is_residual)
@@ -310,6 +313,8 @@ class CacheConfig(MadeLike):
             dtype=model.dtype if dtype is None else dtype,
             **given,
         )
+        if not sizes and not config.contiguous:
+            config._note_size("num_blocks")
         mesh = find_mesh(model) if mesh is None else mesh
         count = mesh.shape.get(HEADS, 1) if mesh is not None else 1
         if given.get("join_kv") is None and not all(config.pairs_divide(i, count) for i in range(len(config.layers))):
@@ -354,7 +359,7 @@ class CacheConfig(MadeLike):
         while step := step // 2:
             if self._with_blocks(num_blocks + step, step_tokens, prefix_cache).bytes <= memory_bytes:
                 num_blocks += step
-        return self._with_blocks(num_blocks, step_tokens, prefix_cache)
+        return self._with_blocks(num_blocks, step_tokens, prefix_cache)._note_size("memory_bytes")
 
     def _with_blocks(self, num_blocks: int, step_tokens: int | None, prefix_cache: bool) -> "CacheConfig":
         """Gives `num_blocks` to the group with the longest context, and to the others what they can use at most."""
@@ -370,7 +375,15 @@ class CacheConfig(MadeLike):
         for g, own in windows.items():
             more = int(own * RETAINED_SHARE * whole / taken) if prefix_cache else 0
             blocks[g] = min(num_blocks, own + more)
-        return self.replace(group_blocks=tuple(blocks))
+        return self.resize(blocks)
+
+    def resize(self, group_blocks: Iterable[int], **changes: Any) -> "CacheConfig":
+        """Does `replace` for blocks that follow from this config's: `size_argument` stays what the caller gave."""
+        return self.replace(group_blocks=tuple(group_blocks), **changes)._note_size(self.size_argument)
+
+    def _note_size(self, name: str) -> "CacheConfig":
+        object.__setattr__(self, "size_argument", name)
+        return self
 
     def replace(self, **changes: Any) -> "CacheConfig":
         """Returns this config with other fields; sizes derived from them are derived again.
@@ -390,7 +403,8 @@ class CacheConfig(MadeLike):
         if isinstance(self.block_size, _Settled):
             stale = stale | {"block_size"}
         fields: Any = dict.fromkeys(stale) | changes
-        return dataclasses.replace(self, **fields)
+        made = dataclasses.replace(self, **fields)
+        return made if sizes & changes.keys() or "layout" in changes else made._note_size(self.size_argument)
 
 
 def check_config(config: Any) -> None:

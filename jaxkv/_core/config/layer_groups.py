@@ -41,6 +41,9 @@ class Groups:
     stacked: bool
     snapshot_every: int | None
     residual_length: int | None
+    # The argument by which the caller said how many blocks there are: errors ask for more of it. It is no field: equal
+    # configs may differ in it.
+    size_argument: str
 
     @property
     def contiguous(self) -> bool:

@@ -196,8 +196,10 @@ def join_config(config: CacheConfig, count: int) -> CacheConfig:
     """Returns the config of `count` caches together."""
     if count == 1:
         return config
-    blocks = {} if config.contiguous else {"group_blocks": tuple(n * count for n in config.group_blocks)}
-    return config.replace(max_seqs=config.max_seqs * count, **blocks)
+    max_seqs = config.max_seqs * count
+    if config.contiguous:
+        return config.replace(max_seqs=max_seqs)
+    return config.resize((n * count for n in config.group_blocks), max_seqs=max_seqs)
 
 
 def _call_together(calls: Iterable[Callable[[], Any]]) -> None:

@@ -56,8 +56,8 @@ def find_problem(
     for group, blocks in zip(holdings.groups, holdings.most(len(tokens), 0, length), strict=True):
         if blocks > (num_blocks := holdings.config.group_blocks[group]):
             return (
-                f"its {length} tokens take {blocks} blocks, but the cache has {num_blocks}: raise num_blocks, or "
-                "max_tokens, what the whole cache holds, or lower max_new_tokens"
+                f"its {length} tokens take {blocks} blocks, but the cache has {num_blocks}: raise "
+                f"{holdings.config.size_argument}, or lower max_new_tokens"
             )
     end = vocab_size or MOST_INDEX
     if min(tokens) < 0 or max(tokens) >= end:

@@ -412,8 +412,8 @@ class EngineCore:
         request = sequence.request
         request.refuse(
             f"There is no room for prompt {request.number} with {len(sequence.tokens)} tokens: "
-            f"{self.cache_manager.available} blocks can be had. Unpin blocks of the prefix cache, or give the cache "
-            "more num_blocks."
+            f"{self.cache_manager.available} blocks can be had. Unpin blocks of the prefix cache, or raise "
+            f"{self.cache_manager.config.size_argument}."
         )
         self.scheduler.finish(sequence)
         del self.open[request]

@@ -339,8 +339,8 @@ class PrefixCache:
             if pinned > (limit := int(self.max_pinned * num_blocks)):
                 raise ValueError(
                     f"Pinning these {len(chain) * self.config.block_size} tokens would pin {pinned} of {num_blocks} "
-                    f"blocks, more than the {limit} that max_pinned={self.max_pinned} allows: unpin others, or give "
-                    "the cache more num_blocks."
+                    f"blocks, more than the {limit} that max_pinned={self.max_pinned} allows: unpin others, or "
+                    f"raise {self.config.size_argument}."
                 )
         if chain:
             index.pins = index.pins | {chain[-1]: index.pins.get(chain[-1], 0) + 1}
