@@ -112,6 +112,27 @@ def test_a_hook_is_told_of_adapters():
     assert [request.tokens for request in requests] == [[14, 15, 16], [19, 20, 21]]
 
 
+def test_beams_have_the_adapter_of_their_prompt():
+    """The only beam is the greedy continuation; rows behind a prompt's have whatever adapter."""
+    model, sizes = adapted(Several)(WINDOWS), {"max_seqs": 4, "max_seq_len": LONGEST, "block_size": 3}
+    adapters, counts = jnp.array([2, 0, 1, 7]), jnp.array([len(PROMPT), 0] * 2)
+
+    @jax.jit
+    def search(cache):
+        cache, tokens = jaxkv.extend(cache, counts), jnp.tile(jnp.array(PROMPT), (4, 1))
+        logits, cache = model(tokens, cache=cache, logits_at=jnp.maximum(counts - 1, 0), adapters=adapters)
+        return jaxkv.beam_search(model, cache, logits, beams=2, max_new_tokens=6, adapters=adapters)
+
+    found, cache = search(jaxkv.init(jaxkv.CacheConfig.from_model(model, **sizes, num_blocks=60)))
+    jaxkv.check(cache)
+    assert found.tokens[:, 0].tolist() == [continuation(PROMPT, 6, adapter) for adapter in (2, 1)]
+    logits = jnp.zeros((4, VOCAB))
+    with pytest.raises(ValueError, match=r"adapters must be i32\[4\], one of each row of the cache, not \(3,\)"):
+        jaxkv.beam_search(model, cache, logits, beams=2, max_new_tokens=6, adapters=adapters[:3])
+    with pytest.raises(ValueError, match="adapters= are for a model whose call has an argument adapters, and Several"):
+        jaxkv.beam_search(Several(WINDOWS), cache, logits, beams=2, max_new_tokens=6, adapters=adapters)
+
+
 def test_adapters_that_mean_nothing_are_refused():
     engine = jaxkv.Engine(Checksum(WINDOWS), **ROOM)
     with pytest.raises(ValueError, match="adapter= is for a model whose call has an argument adapters"):

@@ -11,7 +11,7 @@ from jaxkv._core.blocks.sharing import reorder
 from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import integer
-from jaxkv._engine.programs.model import Model
+from jaxkv._engine.programs.model import ADAPTERS_ARGUMENT, Model, takes
 from jaxkv._engine.programs.step import logits_at
 from jaxkv._engine.requests.submission import read_eos
 
@@ -31,7 +31,14 @@ class Beams(NamedTuple):
 
 
 def beam_search(
-    model: Model, cache: Cache, logits: jax.Array, *, beams: int, max_new_tokens: int, eos: Any = None
+    model: Model,
+    cache: Cache,
+    logits: jax.Array,
+    *,
+    beams: int,
+    max_new_tokens: int,
+    eos: Any = None,
+    adapters: Any = None,
 ) -> tuple[Beams, Cache]:
     """Searches the likeliest continuations with beams. Pure, and one program: call it within `jit`.
 
@@ -45,13 +52,16 @@ def beam_search(
       beams: the number of continuations of a prompt.
       max_new_tokens: the length of the continuations.
       eos: a stop token, or several. The score of an ended continuation stays unchanged.
+      adapters: `i32[S]`, the adapter with which each prompt was computed, for a model whose call has an argument
+        `adapters`; only those of rows with a prompt are read. Default: 0, none.
 
     Returns:
       `(beams, cache)`. Row `p * beams + b` holds prompt p and the tokens of its b-th beam, -1 not counted. If blocks
       ran out, rows are marked in `cache.failed`, and the beams are invalid: see `check`.
 
     Raises:
-      ValueError: a number of rows that is not a multiple of `beams`, or logits of another number.
+      ValueError: a number of rows that is not a multiple of `beams`, logits or adapters of another number, or adapters
+        for a model that takes none.
 
     Reordering rows instead of their keys and values is how vLLM does it (https://arxiv.org/abs/2309.06180).
 
@@ -75,6 +85,7 @@ def beam_search(
     vocab, prompts = logits.shape[1], rows // beams
     stops = jnp.array(sorted(read_eos(eos)), jnp.int32)
     first = jnp.arange(rows, dtype=jnp.int32) // beams * beams
+    own = None if adapters is None else _read_adapters(adapters, model, rows)[first]
 
     def step(carry: tuple, _: None) -> tuple[tuple, tuple]:
         cache, logits, scores, ended = carry
@@ -88,7 +99,7 @@ def beam_search(
         ended = ~is_new | (token[:, None] == stops[None]).any(axis=1)
         cache = extend(reorder(cache, source), is_new.astype(jnp.int32))
         token = jnp.where(is_new, token, 0)
-        logits, cache = logits_at(model, token[:, None], cache, jnp.zeros_like(token), cascade=True)
+        logits, cache = logits_at(model, token[:, None], cache, jnp.zeros_like(token), cascade=True, adapters=own)
         return (cache, logits.astype(jnp.float32), scores, ended), (source, jnp.where(is_new, token, -1))
 
     scores = jnp.where(first == jnp.arange(rows), 0.0, -jnp.inf)
@@ -102,3 +113,15 @@ def beam_search(
 
     _, tokens = jax.lax.scan(trace_back, jnp.arange(rows, dtype=jnp.int32), chosen, reverse=True)
     return Beams(tokens.T.reshape(prompts, beams, count), scores.reshape(prompts, beams)), cache
+
+
+def _read_adapters(adapters: Any, model: Any, rows: int) -> jax.Array:
+    """Returns the adapters of all rows. Raises ValueError."""
+    if not takes(model, ADAPTERS_ARGUMENT):
+        raise ValueError(
+            f"adapters= are for a model whose call has an argument adapters, and {type(model).__name__} has none: "
+            "leave them out."
+        )
+    if jnp.shape(adapters) != (rows,):
+        raise ValueError(f"adapters must be i32[{rows}], one of each row of the cache, not {jnp.shape(adapters)}.")
+    return jnp.asarray(adapters, jnp.int32)
