@@ -6,12 +6,13 @@ import contextlib
 import io
 import signal
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jaxkv
 from jaxkv._cli.compiling import announce, keep_compiled
+from jaxkv._cli.option_names import name_options
 from jaxkv._cli.text import TextModel, describe_limit, is_cut, open_model, prefix_options
-from jaxkv._core.config.validation import MOST_INDEX, integer
 
 MOST_LENGTH = 8192  # default tokens of a chat
 PROMPT = "> "
@@ -20,11 +21,10 @@ PROMPT = "> "
 @keep_compiled()
 def chat(arguments: argparse.Namespace) -> int:
     """Answers what is typed, line by line, until the input ends."""
-    max_new_tokens = integer("max_new_tokens", arguments.max_new_tokens, least=1, most=MOST_INDEX // 2)
     opened = open_model(arguments)
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     opened.chat.chat([*system, {"role": "user", "content": "?"}])  # what is wrong with the template is said at once
-    length = arguments.max_seq_len or min(opened.model.max_seq_len, MOST_LENGTH)
+    length = min(opened.model.max_seq_len, MOST_LENGTH) if arguments.max_seq_len is None else arguments.max_seq_len
     with jaxkv.Engine(
         opened.model,
         max_seqs=1,
@@ -34,7 +34,7 @@ def chat(arguments: argparse.Namespace) -> int:
         residual_length=arguments.residual_length,
         **{"prefix_cache": True} | prefix_options(arguments),
     ) as engine:
-        conversation = Conversation(engine, opened, system, max_new_tokens)
+        conversation = Conversation(engine, opened, system, arguments.max_new_tokens, arguments.options)
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # bytes that are no text do not end the chat
         try:
@@ -49,11 +49,18 @@ def chat(arguments: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """The messages so far, and the engine that goes on with them."""
+    """The messages so far, and the engine that goes on with them. `options`: of the command, which errors name."""
 
-    def __init__(self, engine: Any, opened: TextModel, system: list[dict[str, str]], max_new_tokens: int):
+    def __init__(
+        self,
+        engine: Any,
+        opened: TextModel,
+        system: list[dict[str, str]],
+        max_new_tokens: int,
+        options: Mapping[str, str],
+    ):
         self.engine, self.opened, self.messages = engine, opened, list(system)
-        self.max_new_tokens, self.turns, self.tokens = max_new_tokens, 0, 0
+        self.max_new_tokens, self.options, self.turns, self.tokens = max_new_tokens, options, 0, 0
 
     def ask(self, question: str) -> None:
         """Prints the answer to a question as it comes. An interrupt ends it; what had come is kept."""
@@ -66,7 +73,7 @@ class Conversation:
         except KeyboardInterrupt:
             pass
         except ValueError as error:
-            print(f"jaxkv: {error}", file=sys.stderr)
+            print(f"jaxkv: {name_options(str(error), self.options)}", file=sys.stderr)
             return
         print(flush=True)
         if cut is not None:
@@ -78,7 +85,7 @@ class Conversation:
         """Prints an answer's text. Returns why it was cut, if the chat is full."""
         tokens = self.opened.chat.chat(messages)
         if why := self.engine.problem(tokens, self.max_new_tokens):
-            raise ValueError(f"The chat cannot go on: {why}. Begin another, or give more with --max-seq-len.")
+            raise ValueError(f"The chat cannot go on: {why}, or begin another.")
         self.turns, self.tokens = self.turns + 1, self.tokens + len(tokens)
         pieces = self.opened.chat.stream(tokens)
         stream = self.engine.stream([tokens], self.max_new_tokens, eos=self.opened.eos, **self.opened.sampling)

@@ -8,10 +8,10 @@ from typing import Any
 
 import jaxkv
 from jaxkv._cli.compiling import announce, keep_compiled
+from jaxkv._cli.option_names import name_options
 from jaxkv._cli.text import TextModel, TextStream, TokenIds, describe_limit, is_cut, open_model, prefix_options
 from jaxkv._core.cache.checks import stats
 from jaxkv._core.cache.inspection import format_bytes
-from jaxkv._core.config.validation import MOST_INDEX, integer
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv._files.packaged_model import smollm2
 from jaxkv.text.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ DEMO_PROMPTS = (
 def generate(arguments: argparse.Namespace) -> int:
     """Continues prompts, streams the text, and prints a report."""
     prompts = _prompts(arguments)
-    max_new_tokens = integer("max_new_tokens", arguments.max_new_tokens, least=1, most=MOST_INDEX // 2)
+    max_new_tokens = arguments.max_new_tokens
     if arguments.system is not None and not arguments.chat:
         raise ValueError("--system is for --chat, where the model is told something before the question: give both.")
     if arguments.chat and arguments.token_ids:
@@ -95,7 +95,7 @@ def _continue(
     # A prompt that cannot be continued does not stop the others.
     problems = {i: why for i, t in enumerate(tokens) if (why := engine.problem(t, max_new_tokens))}
     for i, why in problems.items():
-        print(f"jaxkv: prompt {i + 1} is left out: {why}.", file=sys.stderr)
+        print(f"jaxkv: prompt {i + 1} is left out: {name_options(why, arguments.options)}.", file=sys.stderr)
     kept = [i for i in range(len(tokens)) if i not in problems]
     if not kept:
         return 2

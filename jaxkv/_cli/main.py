@@ -1,16 +1,16 @@
 """The command line: `python -m jaxkv generate`, `chat`, `plan`, `serve` and `demo`."""
 
-import argparse
 import importlib
 import os
 import sys
 
 from jaxkv import __version__
+from jaxkv._cli.option_names import OptionParser, name_options
 from jaxkv._cli.options import add_chat, add_demo, add_generate, add_plan, add_serve
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxkv", description=__doc__)
+    parser = OptionParser(prog="python -m jaxkv", description=__doc__)
     parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (add_generate, add_chat, add_plan, add_serve, add_demo):
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         message = explain(error)
         if message is None:
             raise
-        print(f"jaxkv: {message}", file=sys.stderr)
+        print(f"jaxkv: {name_options(message, arguments.options)}", file=sys.stderr)
         return 2
 
 

@@ -26,10 +26,16 @@ def add_model(add: Any, default: str | None) -> None:
     add("--residual-length", type=parse_count, help=newest)
     add("--devices", type=int, default=1, help="divide model and cache over so many devices; default: %(default)s")
     add("--block-size", type=int, help="tokens per block; default: what the kernels of the platform take, 16 on a CPU")
-    add("--prefix-disk", type=pathlib.Path, help="a folder that keeps the blocks of prompts for the next call")
+    add(
+        "--prefix-disk",
+        type=pathlib.Path,
+        names=("disk", "prefix_cache"),
+        help="a folder that keeps the blocks of prompts for the next call",
+    )
     add(
         "--prefix-disk-bytes",
         type=parse_bytes,
+        names=("disk_bytes", "spill_bytes"),
         help="what it may take, and host memory on the way, for example 2GB; default: 1GiB",
     )
 
@@ -66,6 +72,7 @@ def add_generate(commands: Any) -> None:
     add(
         "--memory",
         type=parse_bytes,
+        names=("memory_bytes",),
         help="what the cache may take, for example 512MiB or 2GB; default: what all rows need",
     )
     add("--evict", choices=SCORES, help="after the prompt keep the tokens of each row that this score finds best")
@@ -134,7 +141,12 @@ def add_serve(commands: Any) -> None:
         type=parse_count,
         help="the most tokens of a sequence; default: the model's, but no more than 8192",
     )
-    add("--memory", type=parse_bytes, help="what the cache may take, for example 2GB; default: what all rows need")
+    add(
+        "--memory",
+        type=parse_bytes,
+        names=("memory_bytes",),
+        help="what the cache may take, for example 2GB; default: what all rows need",
+    )
     add(
         "--max-waiting",
         type=parse_count,
@@ -192,6 +204,7 @@ def add_plan(commands: Any) -> None:
     add(
         "--memory",
         type=parse_bytes,
+        names=("memory_bytes",),
         help="of the device, or the part you give: 80GB is 80e9 bytes, 80GiB or 80G is 80 * 2**30; default: what the "
         "chip has; without either: only what is needed is said",
     )

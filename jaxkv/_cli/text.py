@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxkv._cli.units import parse_bytes
-from jaxkv._core.config.validation import integer, real, show
+from jaxkv._core.config.validation import MOST_INDEX, integer, real, show
+from jaxkv._engine.requests.sampling import SamplingParams
 from jaxkv._files.hub import find_model
 from jaxkv.text.tokenizer import TextStream as TextStream, Tokenizer
 
+SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # if nothing else is said
 # Fields of a generation_config.json that choose tokens in ways that are not known here, with what switches them off.
 OTHERS: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,), "encoder_repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,),
@@ -84,6 +86,7 @@ def open_model(arguments: argparse.Namespace, text: TextCodec | None = None) -> 
     import jaxkv.models
     from jaxkv.models.checkpoints import open_checkpoint
 
+    check_answers(arguments)
     options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
     options |= {} if arguments.devices == 1 else {"mesh": _mesh(arguments.devices)}
     if arguments.model is None:
@@ -99,6 +102,17 @@ def open_model(arguments: argparse.Namespace, text: TextCodec | None = None) -> 
     return TextModel(model, text or ByteTokenizer(), sampling, model.config.eos_ids)
 
 
+def check_answers(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options of answers that none can have: before a model is loaded, and not at each answer."""
+    if arguments.max_new_tokens is not None:
+        integer("max_new_tokens", arguments.max_new_tokens, least=1, most=MOST_INDEX // 2)
+    SamplingParams.read(**SAMPLING | _given_sampling(arguments), seed=arguments.seed)
+
+
+def _given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
+
+
 def read_sampling(arguments: argparse.Namespace, said: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns how tokens are chosen: by options, else by a generation_config.json, else by the command's defaults.
 
@@ -109,15 +123,14 @@ def read_sampling(arguments: argparse.Namespace, said: Mapping[str, Any], where:
     Raises:
       ValueError: the file has a value that no sampling can have.
     """
-    chosen: dict[str, Any] = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     recommended: dict[str, Any] = {}
     if said.get("do_sample") is False:
         recommended["temperature"] = 0.0
-    elif said.get("do_sample") or any(said.get(name) is not None for name in chosen):
-        recommended = {name: said[name] for name in chosen if said.get(name) is not None}
+    elif said.get("do_sample") or any(said.get(name) is not None for name in SAMPLING):
+        recommended = {name: said[name] for name in SAMPLING if said.get(name) is not None}
         recommended.setdefault("temperature", 1.0)
         _check_sampling(recommended, where)
-    given = {name: value for name in chosen if (value := getattr(arguments, name)) is not None}
+    given = _given_sampling(arguments)
     taken = {name: value for name, value in recommended.items() if name not in given}
     others = {name: value for name, value in said.items() if name in OTHERS and value and value not in OTHERS[name]}
     if taken or others:
@@ -125,16 +138,16 @@ def read_sampling(arguments: argparse.Namespace, said: Mapping[str, Any], where:
         line = f"sampling as {where} recommends: {', '.join(settings)}" if settings else f"of {where}"
         more = ", ".join(f"{name} = {show(value)}" for name, value in others.items())
         print(f"jaxkv: {line}{f'; not honoured: {more}' if more else ''}.", file=sys.stderr)
-    return chosen | recommended | given | {"seed": arguments.seed}
+    return SAMPLING | recommended | given | {"seed": arguments.seed}
 
 
 def _check_sampling(fields: Mapping[str, Any], where: str) -> None:
     for name, value in fields.items():
         if name == "top_k":
-            integer(f"{name} in {where}", value, least=0)
+            integer(f'"{name}" in {where}', value, least=0)
         else:
             most = None if name == "temperature" else 1
-            real(f"{name} in {where}", value, least=0, most=most, above=0 if name == "top_p" else None)
+            real(f'"{name}" in {where}', value, least=0, most=most, above=0 if name == "top_p" else None)
 
 
 def prefix_options(arguments: argparse.Namespace) -> dict[str, Any]:

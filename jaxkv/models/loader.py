@@ -201,7 +201,7 @@ def _view(tensors: dict[str, Any], slot: Slot, dtype: np.dtype) -> np.ndarray:
 def _float_dtype(dtype: Any) -> np.dtype:
     if str(dtype) in (names := [d.name for d in FLOATS]) or dtype in FLOATS:
         return jnp.dtype(dtype)
-    raise ValueError(f"dtype must be one of {', '.join(names)}, not {dtype}.")
+    raise ValueError(f"dtype must be one of {', '.join(names)}, not {dtype or repr(dtype)}.")
 
 
 def _check(folder: pathlib.Path, slots: list[Slot], tensors: dict[str, Any]) -> None:

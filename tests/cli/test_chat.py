@@ -165,5 +165,5 @@ def test_generation_config_is_read_and_said_and_options_win(capsys):
     assert sampled({"repetition_penalty": 1.1, "num_beams": 1, "no_repeat_ngram_size": 0}) == (0.7, 0, 1.0, 0.0)
     assert capsys.readouterr().err == "jaxkv: of generation_config.json; not honoured: repetition_penalty = 1.1.\n"
     for field, value in (("temperature", "hot"), ("top_p", 1.5), ("top_k", -1), ("temperature", float("nan"))):
-        with pytest.raises(ValueError, match=rf"^{field} in generation_config\.json"):
+        with pytest.raises(ValueError, match=rf'^"{field}" in generation_config\.json'):
             sampled({"do_sample": True, field: value})

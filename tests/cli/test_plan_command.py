@@ -125,7 +125,7 @@ def test_what_cannot_be_planned():
         (dict(lengths=[5, 101]), "lengths must be from 1 to max_seq_len = 100, but go from 5 to 101"),
         (dict(lengths=[0, 7]), "but go from 0 to 7"),
         (dict(step_tokens=0), "step_tokens must be at least 1, not 0"),
-        (dict(memory_bytes=100), "memory_bytes=100 is too little"),
+        (dict(memory_bytes=100), "100 B for the cache are too little: one block of 16 tokens .* take .* KiB"),
         (dict(block_size=0), "CacheConfig.block_size must be at least 1"),
     ):
         with pytest.raises(ValueError, match=says):
@@ -419,10 +419,10 @@ def test_a_file_that_has_no_lengths(folder, capsys, content, says):
     ("change", "arguments", "says"),
     [
         ({}, ["--memory", "1kB"], "1000 B of memory do not hold 212.9 KiB of weights"),
-        ({}, ["--memory", "1kB", "--weights", "0"], "memory_bytes=900 is too little"),
+        ({}, ["--memory", "1kB", "--weights", "0"], "900 B for the cache are too little"),
         ({}, ["--memory", "1MB", "--rest", "1MB"], "of weights (108,992 parameters of bfloat16) and 976.6 KiB of rest"),
-        ({}, ["--memory", "1MB", "--max-seq-len", "0"], "max_seq_len must be at least 1"),
-        ({}, ["--memory", "1MB", "--mean-len", "500"], "mean_len must be at most max_seq_len = "),
+        ({}, ["--memory", "1MB", "--max-seq-len", "0"], "--max-seq-len must be at least 1"),
+        ({}, ["--memory", "1MB", "--mean-len", "500"], "--mean-len must be at most --max-seq-len = "),
         (
             {"model_type": "mamba"},
             ["--memory", "1MB"],

@@ -19,6 +19,7 @@ from jaxkv._cli.http.app import make_app
 from jaxkv._cli.http.openai_format import MOST_LOGPROBS
 from jaxkv._cli.text import open_model, prefix_options
 
+MOST_GRACE = 24 * 3600
 SECONDS_TO_TELL = 5  # that clients are left, to hear of it
 
 
@@ -29,6 +30,8 @@ def serve(arguments: argparse.Namespace) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ModuleNotFoundError('serve needs a web server: pip install "jaxkv[serve]".') from error
+    if not 0 <= arguments.grace <= MOST_GRACE:
+        raise ValueError(f"--grace must be from 0 to {MOST_GRACE} seconds, not {arguments.grace}.")
     check_address(arguments.host, arguments.port)  # now, and not once all is compiled
     opened = open_model(arguments)
     engine = jaxkv.Engine(

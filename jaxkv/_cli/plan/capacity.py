@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import MOST_INDEX, integer, real
@@ -133,10 +134,13 @@ def plan(
     sizes = _Sizes(layers, max_seq_len, fields, state_copies)
     probe = sizes.make_config(1)
     first_rows = max_seqs or 1
-    least = sizes.make_config(first_rows)
-    # A block and the null block of each group, and the states of all rows; the call raises.
-    if memory_bytes < sizes.count_bytes([1] * len(sizes.group_bytes), least):
-        sizes.make_whole(least).with_memory(memory_bytes // state_copies, step_tokens=step_tokens)
+    least = sizes.count_bytes([1] * len(sizes.group_bytes), sizes.make_config(first_rows))
+    if memory_bytes < least:
+        states = " and the states of all rows" * (sizes.state_bytes > 0)
+        raise ValueError(
+            f"{format_bytes(memory_bytes)} for the cache are too little: one block of {probe.block_size} tokens over "
+            f"all layers, the null block{states} take {format_bytes(least)}."
+        )
 
     def choose_config(rows: int) -> CacheConfig:
         return sizes.fill(sizes.make_config(rows), memory_bytes, max(step_tokens, rows))

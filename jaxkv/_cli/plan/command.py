@@ -35,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     for size in arguments.block_size or ():
         integer("--block-size", size, least=1)
+    if arguments.residual_length is not None:
+        integer("--residual-length", arguments.residual_length, least=1)
     if not is_config_file(arguments.model):  # which is enough
         arguments.model = find_model(arguments.model, weights=False)
     config, refused = _read_model(arguments.model)

@@ -237,7 +237,8 @@ class ByteSizes(Groups):
         entries = self.max_seqs * sum(w * n for w, n in zip(self.table_widths, self.group_heads, strict=True))
         needed = self.bytes // num_shards + entries * np.dtype(np.int32).itemsize
         if memory and needed > memory:
+            less = f"{self.size_argument}, max_seqs or max_seq_len, or say the memory_bytes that it may take"
             raise ValueError(
                 f"The cache would take {needed} bytes, but {device} has {memory} bytes of memory: lower "
-                f"{self.size_argument}, max_seqs or max_seq_len, or say the memory_bytes that it may take."
+                f"{'memory_bytes' if self.size_argument == 'memory_bytes' else less}."
             )

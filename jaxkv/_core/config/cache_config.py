@@ -345,9 +345,10 @@ class CacheConfig(MadeLike):
             )
         least = self._with_blocks(1, step_tokens, prefix_cache).bytes
         if memory_bytes < least:
+            layers = f"{self.num_layers} layer{'s' * (self.num_layers > 1)}"
             raise ValueError(
                 f"memory_bytes={memory_bytes:g} is too little: one block of {self.block_size} tokens takes "
-                f"{self.bytes_per_block} bytes over {self.num_layers} layers, and one more is the null block."
+                f"{self.bytes_per_block} bytes over {layers}, and one more is the null block."
             )
         most = int(memory_bytes) // (self.bytes_per_group_block(self._widest) * self.group_heads[self._widest])
         if most > MOST_INDEX // 2:

@@ -1,6 +1,5 @@
 """Pages of other origins in a browser: asked before they may, and answered where the server allows them."""
 
-import argparse
 import types
 
 import pytest
@@ -10,6 +9,7 @@ import jaxkv
 from jaxkv._cli.http import serve
 from jaxkv._cli.http.app import make_app
 from jaxkv._cli.main import main
+from jaxkv._cli.option_names import OptionParser
 from jaxkv._cli.options import add_serve
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # sockets that a client leaves
@@ -91,7 +91,7 @@ def test_a_page_that_does_not_ask_before_is_not_answered(served, monkeypatch):
 
 
 def read_origins(*given):
-    parser = argparse.ArgumentParser()
+    parser = OptionParser()
     add_serve(parser.add_subparsers())
     return parser.parse_args(["serve", "--model", "m", *given]).allowed_origins
 

@@ -39,6 +39,7 @@ def test_those_programs_are_compiled_before_it_listens(monkeypatch):
                 warmup=True,
                 host="127.0.0.1",
                 port=free_port(),
+                grace=10,
                 **dict.fromkeys(f"{options} prefix_disk prefix_disk_bytes".split()),
             )
         )
