@@ -161,3 +161,16 @@ def test_what_cannot_keep_them_says_so():
     }.items():
         with pytest.raises(ValueError, match=text):
             call()
+
+
+def test_tokens_beyond_their_table_touch_no_bounds():
+    """They have no slot, as in `pallas_kernels`: the last block of the row keeps the bounds of what it holds."""
+    cache = filled(make(max_seq_len=8), [8, 3, 0])
+    (tables,) = cache.tables
+    lengths, new = np.int32([11, 4, 0]), np.int32([4, 1, 0])  # of row 0 one token has a slot, in its last block
+    beyond = cache.replace(tables=(dataclasses.replace(tables, lengths=lengths, new=new),))
+    kv = normal(9, ROWS, 4, 2, 6)
+    written = jax.jit(functools.partial(jaxkv.write, layer=0))(beyond, kv, kv)
+    held = written.replace(tables=(dataclasses.replace(tables, lengths=np.int32([8, 4, 0])),))
+    assert_exact(held)
+    assert not np.array_equal(held.pools[0].bounds, cache.pools[0].bounds)

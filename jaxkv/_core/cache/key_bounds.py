@@ -52,7 +52,7 @@ def find_touched_blocks(
       most: maximum number of such positions in all rows.
 
     Returns:
-      `i32[n]` each, padded with null blocks.
+      `i32[n]` each, padded with null blocks: they stand for positions beyond a row's table too, which have no slots.
     """
     rows, width = blocks.shape
     first = jax.lax.div(begin, jnp.int32(size))
@@ -62,7 +62,7 @@ def find_touched_blocks(
     row = jnp.searchsorted(until, i, side="right", method="compare_all")
     own = jnp.minimum(row, rows - 1)
     column = (first - (until - count))[own] + i
-    block = jnp.where(row < rows, blocks[own, jnp.clip(column, 0, width - 1)], NULL_BLOCK)
+    block = jnp.where((row < rows) & (column < width), blocks[own, column], NULL_BLOCK)
     return block, jnp.clip(lengths[own] - column * size, 0, size)
 
 
