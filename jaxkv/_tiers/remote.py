@@ -1,5 +1,6 @@
 """Sends rows to a cache of another process, by JAX's transfer server: `send` to an address, and `receive`."""
 
+import bisect
 import collections
 import concurrent.futures
 import datetime
@@ -17,7 +18,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxkv._core.cache.cache import Cache, check_cache
-from jaxkv._core.config.validation import real, show
+from jaxkv._core.config.validation import flag, real, show
 from jaxkv._files.format import parse_saved, render_header
 from jaxkv._files.load_rows import put_saved
 from jaxkv._files.save_rows import read_rows
@@ -25,13 +26,18 @@ from jaxkv._files.save_rows import read_rows
 logger = logging.getLogger("jaxkv.transfer")
 
 _servers: list[Any] = []  # the server of this process, once there is one
-_fetches: dict[str, Any] = {}  # what is to be received from each address next
 _sent: collections.Counter[str] = collections.Counter()  # how often rows were sent to each address
 _received: collections.Counter[str] = collections.Counter()
 
 
 Messages = list[list[np.ndarray]]
 Fetched = tuple[dict[str, Any], dict[str, np.ndarray]]
+# A number, by which both sides count what one sends to the other, and what will have come.
+Fetch = tuple[int, concurrent.futures.Future[Fetched]]
+
+# From each address, in their order: what will come, or has come, and no call of `receive` has.
+_fetches: collections.defaultdict[str, list[Fetch]] = collections.defaultdict(list)
+_counting = threading.Lock()  # of what was sent and received, and of these
 
 SECONDS_TO_CONNECT = 5
 SECONDS_TO_FETCH = 600  # what was asked for is kept no longer
@@ -83,9 +89,16 @@ def offer(cache: Cache, rows: np.ndarray, to: str) -> None:
     own = transfer_address()
     connection = _servers[0].connect(to)
     _refuse_gone(to, host_and_port)  # once it is connected, JAX notices that a process goes
-    messages, key = _render_rows(cache, rows), f"{own} {to} {_sent[to]}"
+    messages = _render_rows(cache, rows)
+    key = f"{own} {to} {_count(_sent, to)}"
     threading.Thread(target=_hand_over, args=(messages, key, connection), name="jaxkv send", daemon=True).start()
-    _sent[to] += 1
+
+
+def _count(counter: collections.Counter[str], address: str) -> int:
+    """Returns how often something was counted, and counts it; threads get different numbers."""
+    with _counting:
+        counter[address] += 1
+        return counter[address] - 1
 
 
 def _hand_over(messages: Messages, key: str, connection: Any) -> None:
@@ -118,7 +131,9 @@ def _await_pulls(messages: Messages, key: str, timeout: float) -> None:
         _servers[0].await_pull(number, _put(arrays), timeout=_end_of(timeout))
 
 
-def receive(cache: Cache, rows: Sequence[int] | None, source: str, *, timeout: float = 60) -> tuple[Cache, list[int]]:
+def receive(
+    cache: Cache, rows: Sequence[int] | None, source: str, *, timeout: float = 60, partial_windows: bool = False
+) -> tuple[Cache, list[int]]:
     """Puts rows that another process sends into empty rows of a cache, equal to the bit.
 
     Each call gets what the next `send(cache, rows, to=address)` there sends to this process's `transfer_address`, or
@@ -129,6 +144,7 @@ def receive(cache: Cache, rows: Sequence[int] | None, source: str, *, timeout: f
         were sent, if all of these are empty, else the first empty rows.
       source: the `transfer_address` of the other process.
       timeout: seconds.
+      partial_windows: as for `load`, for rows with windows in larger blocks.
 
     Returns:
       `(cache, rows)`.
@@ -149,23 +165,28 @@ def receive(cache: Cache, rows: Sequence[int] | None, source: str, *, timeout: f
     """
     check_cache(cache)
     host_and_port = _read_address("source", source)
-    if source not in _fetches:
-        _refuse_gone(source, host_and_port)
     timeout = real("timeout", timeout, least=0)
+    partial_windows = flag("partial_windows", partial_windows)
+    fetch, is_over = _take_fetch(source, host_and_port), False
     try:
-        told, tensors = _fetch(source).result(timeout)
-    except concurrent.futures.TimeoutError:
-        raise TimeoutError(f"The process at {source} has sent nothing for {timeout:g} s.") from None
-    except jax.errors.JaxRuntimeError as error:
-        del _fetches[source]
-        raise ConnectionError(
-            f"The process at {source} is gone, or was before it had sent all: compute these rows here, or receive them "
-            "from another."
-        ) from error
-    saved = parse_saved(source, told["fields"], tensors)  # errors name a file there
-    result, target = put_saved(source, saved, tensors, None, cache, rows)
-    del _fetches[source]
-    return result, target
+        try:
+            told, tensors = fetch[1].result(timeout)
+        except concurrent.futures.TimeoutError:
+            raise TimeoutError(f"The process at {source} has sent nothing for {timeout:g} s.") from None
+        except jax.errors.JaxRuntimeError as error:
+            is_over = True
+            raise ConnectionError(
+                f"The process at {source} is gone, or was before it had sent all: compute these rows here, or receive "
+                "them from another."
+            ) from error
+        saved = parse_saved(source, told["fields"], tensors)  # errors name a file there
+        result = put_saved(source, saved, tensors, None, cache, rows, partial_windows)
+        is_over = True
+        return result
+    finally:
+        if not is_over:  # it stays for another call
+            with _counting:
+                bisect.insort(_fetches[source], fetch, key=lambda own: own[0])
 
 
 def _read_address(name: str, address: Any) -> tuple[str, int]:
@@ -199,25 +220,26 @@ def _name(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()) * 4
 
 
-def _fetch(source: str) -> concurrent.futures.Future[Fetched]:
-    """Returns what will have been sent next. A thread waits for it: JAX waits for ever for what is not offered, and for
-    a process that is not there; and what has come once does not come again, so it stays here until it is used."""
-    if source not in _fetches:
-        number = _received[source]
-        _received[source] += 1
-        found: concurrent.futures.Future[Fetched] = concurrent.futures.Future()
-        _fetches[source] = found
+def _take_fetch(source: str, host_and_port: tuple[str, int]) -> Fetch:
+    """Returns what will have been sent next and no other call has. A thread waits for it: JAX waits for ever for what
+    is not offered, and for a process that is not there; and what has come once does not come again, so it stays until
+    it is used. Raises ConnectionError if nobody listens there."""
+    with _counting:
+        if waiting := _fetches[source]:
+            return waiting.pop(0)
+    _refuse_gone(source, host_and_port)
+    number, found = _count(_received, source), concurrent.futures.Future[Fetched]()
 
-        def fetch() -> None:
-            try:
-                key = f"{source} {transfer_address()} {number}"
-                _servers[0].await_pull(_name(key) + ASKED, _put([np.ones(1, np.int32)]))
-                found.set_result(pull_rows(source, key))
-            except Exception as error:
-                found.set_exception(error)
+    def fetch() -> None:
+        try:
+            key = f"{source} {transfer_address()} {number}"
+            _servers[0].await_pull(_name(key) + ASKED, _put([np.ones(1, np.int32)]))
+            found.set_result(pull_rows(source, key))
+        except Exception as error:
+            found.set_exception(error)
 
-        threading.Thread(target=fetch, name="jaxkv receive", daemon=True).start()
-    return _fetches[source]
+    threading.Thread(target=fetch, name="jaxkv receive", daemon=True).start()
+    return number, found
 
 
 def _end_of(seconds: float | None) -> datetime.datetime | None:

@@ -1,5 +1,7 @@
 """Rows that go to another process: a real one, with a cache of other blocks over two devices, which is killed."""
 
+import concurrent.futures
+import contextlib
 import gc
 import os
 import signal
@@ -158,3 +160,40 @@ def test_errors_of_what_was_sent_begin_with_its_address():
     with pytest.raises(jaxkv.CacheFileError, match=f"^{own} has "):
         jaxkv.receive(make(head_dim=16), None, own)
     assert jaxkv.receive(make(), None, own)[1] == [0]
+
+
+def test_threads_that_send_and_receive_at_once_lose_no_rows():
+    """Each row that is sent comes once, whoever receives it; what nobody can use stays."""
+    own, cache, empty = jaxkv.distributed.transfer_address(), filled(), make()
+    lengths = []
+
+    def send(row):
+        for _ in range(4):
+            jaxkv.send(cache, [row], to=own)
+
+    def receive(_):
+        for _ in range(4):
+            with contextlib.suppress(jaxkv.CacheFileError):
+                jaxkv.receive(make(head_dim=16), None, own, timeout=20)
+            lengths.append(jaxkv.receive(empty, [1], own, timeout=20)[0].lengths.tolist()[1])
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda call, x: call(x), (send, send, receive, receive), (0, 2, None, None)))
+    assert sorted(lengths) == [7] * 4 + [20] * 4
+
+
+def test_a_window_that_begins_in_a_larger_block_is_received_if_asked_for():
+    """The error names what `receive` takes."""
+    own = jaxkv.distributed.transfer_address()
+    sizes = {"dtype": "int8", "residual_length": 8}
+    kv = jnp.ones((2, 3, 20, 2, 8), jnp.bfloat16)
+    cache, larger = jaxkv.append(make(block_size=8, **sizes), kv, kv, [20, 0, 0]), make(block_size=16, **sizes)
+    jaxkv.send(cache, 0, to=own)
+    with pytest.raises(jaxkv.CacheFileError, match=r"its blocks of 16 begin at 0.* with partial_windows=True"):
+        jaxkv.receive(larger, None, own)
+    received, rows = jaxkv.receive(larger, None, own, partial_windows=True)
+    assert rows == [0] and received.lengths.tolist() == [20, 0, 0]
+    for layer in range(2):
+        found, wanted = (jaxkv.gather(x, 0, layer=layer) for x in (received, cache))
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    jaxkv.check_invariants(received)
