@@ -114,6 +114,9 @@ def test_a_suggestion_is_no_longer_than_a_row_can_get(tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     option = report["options"][0]
     assert option["full_rows"] == 0 and report["suggestion"]["max_seq_len"] == option["tokens"] < report["max_seq_len"]
+    assert run(tmp_path, *told) == 0
+    out = capsys.readouterr().out
+    assert "blocks: in layers that keep a window of 1024 tokens + all tokens. tokens: in those that keep most." in out
 
 
 def test_formats_that_differ_in_their_scales_are_not_listed_as_one(monkeypatch):

@@ -291,7 +291,7 @@ def test_truncate_speaks_of_what_was_seen():
     back = truncate(cache, counts(14, 5, 8))
     assert back.failed.tolist() == [False, False, True] and back.lengths.tolist() == [14, 5, 14]
     np.testing.assert_array_equal(back.layers[1].held, held + np.array([[1], [0], [5]]))
-    with pytest.raises(jaxkv.OutOfWindow, match='layers with evict="layer" and with evict="head" have freed'):
+    with pytest.raises(jaxkv.OutOfWindow, match='keep what evict="layer" leaves and what evict="head" leaves have'):
         jaxkv.check(back)
     check_all(back)
     assert not truncate(cache, counts(0, 0, 0)).blocks_in_use

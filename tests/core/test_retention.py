@@ -97,3 +97,24 @@ def test_a_rule_is_what_its_class_says(monkeypatch, window, sink_tokens, others)
     jaxkv.check(cache)
     jaxkv.check_invariants(cache)
     assert cache.tables[0].peak == promised
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept", "said"),
+    [
+        ({}, "all tokens", "without a window"),
+        ({"window": 6}, "a window of 6 tokens", "with a window of 6"),
+        ({"window": 6, "sink_tokens": 3}, "a window of 6 and 3 sink tokens", "with a window of 6 and 3 sink tokens"),
+        ({"chunk": 8}, "chunks of 8 tokens", "with chunks of 8"),
+        ({"evict": "head"}, 'what evict="head" leaves', 'with evict="head"'),
+        ({"dtype": "int4"}, "all tokens", "without a window"),
+    ],
+)
+def test_what_layers_keep_is_named(fields, kept, said):
+    layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, **fields)
+    residual = {"residual_length": 5} if "dtype" in fields else {}
+    config = jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, block_size=4, num_blocks=32, **residual)
+    newest = ["the newest 5 tokens (residual_length)"] * len(residual)
+    assert list(map(config.name_kept, range(len(config.groups)))) == [kept, *newest]
+    described = list(map(config.describe_group, range(len(config.groups))))
+    assert described == [said, *(f"that keep {name}" for name in newest)]

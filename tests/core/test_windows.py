@@ -267,8 +267,8 @@ def test_truncate_back_to_the_last_step_and_no_further():
         jaxkv.check(jaxkv.truncate(cache, [7, 9, 2]))
     assert str(error.value) == (
         "Truncating row 0 (21 tokens) to 7 tokens and row 1 (21 tokens) to 9 tokens goes back to tokens that layers "
-        "with a window of 6 tokens have freed. The row is unchanged: free it and compute its tokens again, or fork it "
-        "before the tokens that you may drop."
+        "that keep a window of 6 tokens have freed. The row is unchanged: free it and compute its tokens again, or "
+        "fork it before the tokens that you may drop."
     )
 
 

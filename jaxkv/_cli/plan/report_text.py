@@ -150,12 +150,7 @@ def _table(report: Report) -> str:
 
 def _tail(report: Report) -> str:
     found = report.best
-    groups = " + ".join(
-        "all tokens"
-        if kept.visible_tokens is None
-        else found.config.describe_group(g).removeprefix("with ").removeprefix("that keep ")
-        for g, kept in enumerate(found.config.retentions)
-    )
+    groups = " + ".join(map(found.config.name_kept, range(len(found.config.groups))))
     several = len(found.config.groups) > 1
     windowed = found.marginal_bytes != found.bytes_per_token
     call = ", ".join(f"{name}={value!r}" for name, value in report.suggestion.items())

@@ -85,9 +85,9 @@ def check(cache: Cache) -> None:
     if gone:
         asked = _list(f"row {r} ({tables.lengths[r]} tokens) to {tables.wanted[r]} tokens" for r in gone)
         forgetful = [g for g, rule in enumerate(cache.config.retentions) if rule.visible_tokens or rule.evict]
-        rules = [said + " tokens" * said[-1].isdigit() for said in map(cache.config.describe_group, forgetful)]
+        rules = map(cache.config.name_kept, forgetful)
         raise OutOfWindow(
-            f"Truncating {asked} goes back to tokens that layers {_list(dict.fromkeys(rules))} have freed. "
+            f"Truncating {asked} goes back to tokens that layers that keep {_list(dict.fromkeys(rules))} have freed. "
             f"{UNCHANGED}: free it and compute its tokens again, or fork it before the tokens that you may drop."
         )
     # Reports the group that lacks most blocks.

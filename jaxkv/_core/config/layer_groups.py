@@ -156,11 +156,18 @@ class Groups:
         pairs = zip(self.retentions, self.groups, strict=True)
         return tuple(kept.num_tables(self.layers[i].num_kv_heads) for kept, (i, *_) in pairs)
 
+    def name_kept(self, group: int) -> str:
+        """Returns what a group's layers keep, as a sentence says it of layers "that keep" it."""
+        if self._is_residual(group):
+            return f"the newest {self.residual_length} tokens (residual_length)"
+        return self.retentions[group].kept
+
     def describe_group(self, group: int) -> str:
-        """Returns what a group's layers keep, as a sentence says it after the word "layers"."""
-        if all(self.layers[i].is_residual for i in self.groups[group]):
-            return f"that keep the newest {self.residual_length} tokens (residual_length)"
-        return str(self.retentions[group])
+        """Returns which layers those of a group are, as a sentence says it after the word "layers"."""
+        return f"that keep {self.name_kept(group)}" if self._is_residual(group) else str(self.retentions[group])
+
+    def _is_residual(self, group: int) -> bool:
+        return all(self.layers[i].is_residual for i in self.groups[group])
 
     @property
     def has_windows(self) -> bool:

@@ -34,6 +34,11 @@ class Full:
         """Names the options of attention that such a layer cannot take."""
         return ()
 
+    @property
+    def kept(self) -> str:
+        """Names what stays of a row, as a sentence says it of layers "that keep" it."""
+        return "all tokens"
+
     def __str__(self) -> str:
         return "without a window"
 
@@ -98,6 +103,11 @@ class Window(Full):
     def visible_tokens(self) -> int:
         return self.window
 
+    @property
+    def kept(self) -> str:
+        sinks = "" if self.sink_tokens is None else f" and {self.sink_tokens} sink"
+        return f"a window of {self.window}{sinks} tokens"
+
     def __str__(self) -> str:
         sinks = "" if self.sink_tokens is None else f" and {self.sink_tokens} sink tokens"
         return f"with a window of {self.window}{sinks}"
@@ -147,6 +157,10 @@ class Chunk(Full):
     def visible_tokens(self) -> int:
         return self.chunk
 
+    @property
+    def kept(self) -> str:
+        return f"chunks of {self.chunk} tokens"
+
     def __str__(self) -> str:
         return f"with chunks of {self.chunk}"
 
@@ -182,6 +196,10 @@ class Evicted(Full):
     def refused_options(self) -> tuple[str, ...]:  # a token's slot is not its position; with "head", each head has own
         return REFUSED_BY_POSITION + REFUSED_BY_HEAD if self.by == "head" else REFUSED_BY_POSITION
 
+    @property
+    def kept(self) -> str:
+        return f'what evict="{self.by}" leaves'
+
     def __str__(self) -> str:
         return f'with evict="{self.by}"'
 
@@ -199,6 +217,10 @@ class State(Full):
     """Keeps arrays of a fixed size, which take in every token, and no tokens."""
 
     names: tuple[str, ...]
+
+    @property
+    def kept(self) -> str:
+        return f"a state ({', '.join(self.names)})"
 
     def __str__(self) -> str:
         return f"with a state ({', '.join(self.names)})"

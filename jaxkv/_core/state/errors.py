@@ -65,7 +65,7 @@ class OutOfWindow(CacheError):
     ...     jaxkv.check(jaxkv.truncate(cache, [3]))
     ... except jaxkv.OutOfWindow as error:
     ...     print(error)  # doctest: +ELLIPSIS
-    Truncating row 0 (41 tokens) to 3 tokens goes back to tokens that layers with a window of 8 tokens have freed. ...
+    Truncating row 0 (41 tokens) to 3 tokens goes back to tokens that layers that keep a window of 8 tokens ...
     """
 
 
