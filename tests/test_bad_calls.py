@@ -28,6 +28,24 @@ NO_COUNTS = ["1", [1], [1, 1, 1], [[1, 1]], [1.5, 1], [-1, 0], [None, 1], ["a", 
 NO_TOKENS = ["ab", [1.5], [[1]], {}, object(), None, 7, ["a"], [None]]
 NO_ARRAYS = [None, 1, "a", [], [1, 2], {}, object(), np.ones(3), np.ones((2, 3, 2, 9)), np.ones((3, 3, 2, 8))]
 NO_CONFIGS = [None, 1, "a", {}, [], object(), LAYER]
+NO_LISTS = ["1", "", b"1", {}, {"a": 1}, object(), 1j, None, 1, 1.5, True, np.array("a"), jnp.int32(2)]
+NO_WORDS = [
+    "",
+    "a",
+    1,
+    1.5,
+    True,
+    [],
+    ["a"],
+    [[]],
+    {},
+    {"a": 1},
+    object(),
+    1j,
+    np.ones(2),
+    np.ones((2, 3)),
+    jnp.ones(2),
+]
 NO_LAYERS = [None, "0", 1, -1, 1.5, [], {}, object(), True, 10**30]
 
 
@@ -72,7 +90,8 @@ CALLS = {
     "indexer weights": (lambda c, p, x: choose(weights=x), NO_ARRAYS),
     "shares_with": (lambda c, p, x: layer(shares_with=x), without(NO_SIZES, None, 0)),
     "LayerConfig.dtype": (lambda c, p, x: layer(dtype=x), ["int3", "", 1, [], {}, object(), "float64", np.int32]),
-    "layers": (lambda c, p, x: config(layers=x), without(NO_SIZES, (LAYER,))),
+    "layers": (lambda c, p, x: config(layers=x), [*without(NO_SIZES, (LAYER,)), *NO_LISTS]),
+    "evict": (lambda c, p, x: layer(evict=x), NO_WORDS),
     "max_seqs": (lambda c, p, x: config(max_seqs=x), NO_SIZES),
     "max_seq_len": (lambda c, p, x: config(max_seq_len=x), without(NO_SIZES, None)),
     "num_blocks": (lambda c, p, x: config(num_blocks=x), NO_SIZES),
@@ -83,7 +102,41 @@ CALLS = {
     "block_size": (lambda c, p, x: config(block_size=x), without(NO_SIZES, None)),
     "group_blocks": (lambda c, p, x: config(num_blocks=None, group_blocks=x), without_ones(without(NO_SIZES, None))),
     "head_dim_multiple": (lambda c, p, x: config(head_dim_multiple=x), without(NO_SIZES, None)),
-    "layout": (lambda c, p, x: config(layout=x), [None, "", "dense", 1, [], {}, object(), True]),
+    "layout": (lambda c, p, x: config(layout=x), [None, "dense", *NO_WORDS]),
+    "residual_length": (lambda c, p, x: config(dtype="int4", residual_length=x), without(NO_SIZES, None)),
+    "snapshot_every": (lambda c, p, x: config(snapshot_every=x), [*without(NO_SIZES, None), 16]),
+    "states": (
+        lambda c, p, x: layer(states=x),
+        [*without(NO_LISTS, None), [1.5], [1], ["ab"], [()]],
+    ),
+    "from_model step_tokens": (lambda c, p, x: from_model(step_tokens=x), without(NO_SIZES, None)),
+    "from_model mesh": (lambda c, p, x: from_model(mesh=x), NO_WORDS),
+    "a list of group_blocks": (
+        lambda c, p, x: config(num_blocks=None, group_blocks=x),
+        [*without(NO_LISTS, None), [1.5], ["a"], [[1]], [0]],
+    ),
+    "uniform window": (
+        lambda c, p, x: jaxkv.CacheConfig.uniform(
+            num_layers=2, num_kv_heads=1, head_dim=8, max_seqs=1, max_seq_len=8, windows=x
+        ),
+        ["1", "", b"1", {}, object(), 1j, 1.5, True, np.array("a"), 0, [0, 0], [1], ["a", 1], [[1], [1]]],
+    ),
+    "append k": (lambda c, p, x: jaxkv.append(c, x, [ONES], [1, 1]), [*NO_LISTS, [1], ["a"], [ONES, ONES]]),
+    "append v": (lambda c, p, x: jaxkv.append(c, [ONES], x, [1, 1]), [*NO_LISTS, [1], ["a"], [ONES, ONES]]),
+    "a step's token ax": (
+        lambda c, p, x: jaxkv.plan_step(c, x),
+        ["1", "", b"1", {}, object(), 1j, None, 1.5, True, np.array("a"), [[2, 3]], ONES, (2, 1.5), (1, 2, 3)],
+    ),
+    "attend implementation": (lambda c, p, x: jaxkv.attend(ONES, c, layer=0, implementation=x), NO_WORDS),
+    "write implementation": (lambda c, p, x: jaxkv.write(c, ONES, ONES, layer=0, implementation=x), NO_WORDS),
+    "attention implementation": (
+        lambda c, p, x: jaxkv.attention(*[np.ones((2, 20, 2, 8))] * 3, c, layer=0, implementation=x),
+        NO_WORDS,
+    ),
+    "attend scale": (
+        lambda c, p, x: jaxkv.attend(ONES, c, layer=0, scale=x),
+        ["1", "", [], {}, object(), 1j, True, 0, -1, np.ones(2), np.array("a"), float("nan"), 10**40],
+    ),
     "stacked": (lambda c, p, x: config(stacked=x), [None, "", "yes", 1, 0, [], {}, object()]),
     "join_kv": (lambda c, p, x: config(join_kv=x), ["", "yes", 1, 0, [], {}, object()]),
     "memory_bytes": (lambda c, p, x: CONFIG.with_memory(x), [*NO_NUMBERS, 0, -1, 1e30, 10**5000, float("inf")]),
@@ -170,6 +223,10 @@ def generate(_, **arguments):
     jaxkv.generate(MODEL, **{"prompts": [[1, 2]], "max_new_tokens": 2} | ROOM | arguments)
 
 
+def from_model(**arguments):
+    return jaxkv.CacheConfig.from_model(MODEL, **{"max_seqs": 2, "max_seq_len": 64} | arguments)
+
+
 def stream(engine, **arguments):
     engine.stream(**{"prompts": [[1, 2]], "max_new_tokens": 2} | arguments)
 
@@ -180,6 +237,28 @@ def warm_up(engine, **arguments):
 
 # Of an engine: who is called with a value for which argument, and the values.
 OF_AN_ENGINE = [
+    (submit, "min_p", [*NO_NUMBERS, -1, 1.5, float("inf")]),
+    (submit, "seed", [*without(NO_NUMBERS, None), 1.5, 10**30]),
+    (submit, "priority", [*NO_NUMBERS, 1.5, 10**30]),
+    (submit, "hook_args", ["a", 1, [], {}, {"a": 1}, object()]),
+    (submit, "keep_prefix", ["a", 1, 0, None, [], {}, object(), np.ones(2)]),
+    (submit, "adapter", [*NO_NUMBERS, -1, 1, 1.5]),
+    (submit, "stop", [b"1", 1, 1.5, {}, object(), True, "a", ["a"], [1], [[]], [["a"]], [[-1]], np.array(2)]),
+    (submit, "include_stop", ["a", 1, 0, None, [], {}, object(), np.ones(2)]),
+    (submit, "tokenizer", ["a", 1, [], {}, object(), True]),
+    (submit, "on_token", ["a", 1, [], {}, object(), True]),
+    (make, "long_prefill_tokens", without(NO_SIZES, None)),
+    (make, "draft", ["a", "", 1, [], {}, object(), True]),
+    (lambda _, draft_branches: make(_, draft="ngram", draft_branches=draft_branches), "draft_branches", NO_SIZES),
+    (lambda _, evict: make(_, prefix_cache=False, evict=evict), "evict", ["a", 1, [], {}, object(), np.ones(2)]),
+    (lambda _, prefill: make(_, prefix_cache=False, prefill=prefill), "prefill", [1, [], {}, object(), np.ones(2)]),
+    (make, "deterministic", ["a", 1, 0, None, [], {}, object(), np.ones(2)]),
+    (make, "max_waiting", without(NO_SIZES, None)),
+    (make, "disk", [1, 1.5, [], {}, object(), True, np.ones(2)]),
+    (make, "snapshot_bytes", [*without(NO_NUMBERS, None), -1]),
+    (make, "layout", ["dense", *NO_WORDS]),
+    (make, "residual_length", without(NO_SIZES, None)),
+    (make, "snapshot_every", without(NO_SIZES, None)),
     (submit, "prompt", NO_PROMPTS),
     (submit, "max_new_tokens", [*NO_NUMBERS, 0, -1, 2.5, 10**30, float("inf")]),
     (submit, "temperature", [*NO_NUMBERS, -1, 1e40, float("inf"), 10**5000]),
@@ -203,9 +282,10 @@ OF_AN_ENGINE = [
     (make, "seed", [*NO_NUMBERS, 1.5, 10**30]),
     (make, "spill_bytes", [*NO_NUMBERS, -1]),
     (make, "host_bandwidth", [*NO_NUMBERS, 0, -1]),
-    (make, "swap", [None, 1, "often", True, [], {}, object()]),
+    (make, "swap", [None, *NO_WORDS]),
     (make, "num_blocks", without(NO_SIZES, None)),
-    (make, "group_blocks", [5, "5", {}, object(), [1.5], ["a"], [0], [None], [1, 2]]),
+    (lambda _, group_blocks: make(_, num_blocks=None, group_blocks=group_blocks), "group_blocks",
+     [*without(NO_LISTS, None), [1.5], ["a"], [0], [None], [1]]),
     (make, "block_size", without(NO_SIZES, None)),
     (lambda _, memory_bytes: make(_, memory_bytes=memory_bytes, num_blocks=None), "memory_bytes",
      [*without(NO_NUMBERS, None), -1, 0, "1GB", 1e30]),
@@ -217,7 +297,7 @@ OF_AN_ENGINE = [
     (generate, "max_new_tokens", [*without_ones(NO_NUMBERS), 0, -1, [1, 2], [2.5]]),
     (stream, "prompts", [None, 1, "abc", {}, object(), np.int32(1)]),
     (stream, "seed", [1.5, "a", 10**30]),
-    (warm_up, "kinds", [["a"], [1], None, 1, "greedy", [None], [[]]]),
+    (warm_up, "kinds", [["a"], [1], None, 1, "greedy", [None], [[]], np.ones((2, 3))]),
     (lambda e, logprobs: warm_up(e, logprobs=logprobs, kinds=[]), "logprobs", [[-1], ["a"], None, 1, "1", [1.5]]),
     (lambda e, output: e.recompute([1, 2], output), "output", [None, 1, "a", [1.5], [None], {}]),
     (lambda e, prompt: e.recompute(prompt, [1]), "prompt", [None, 1, "a", [1.5], [None], [], {}]),
@@ -326,3 +406,36 @@ def test_what_others_call_an_option_is_one_of_ours():
     ours |= EngineFields.__annotations__.keys()
     others = {meant for meant in build.MEANT.values() if " " not in meant and not meant.startswith("jaxkv.")}
     assert others <= ours and not build.MEANT.keys() & ours
+
+
+SHARED = [
+    ("max_tokens", "max_new_tokens"), ("temprature", "temperature"), ("stop_token_ids", "eos"),
+    ("num_return_sequences", "n"), ("max_seq", None), ("best_of", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "meant"), SHARED)
+def test_a_misspelt_argument_of_a_request_is_told_its_name(name, meant, engine):
+    for call, what in ((submit, "submit"), (stream, "stream")):
+        if meant == "n" and what == "stream":
+            continue
+        said = f"did you mean {meant}\\?" if meant else "it takes .*temperature, .*top_k, .*\\."
+        with pytest.raises(TypeError, match=f"^{what} takes no {name}: {said}$"):
+            call(engine, **{name: 1})
+    assert engine.is_idle
+
+
+@pytest.mark.parametrize(
+    ("make_config", "name", "said"),
+    [
+        (config, "blocksize", "CacheConfig takes no blocksize: did you mean block_size?"),
+        (config, "cache_size", "CacheConfig takes no cache_size: it takes layers, max_seqs, max_seq_len, num_blocks, "),
+        (layer, "sliding_window", "LayerConfig takes no sliding_window: it takes num_kv_heads, head_dim, "),
+        (layer, "num_heads", "LayerConfig takes no num_heads: did you mean num_kv_heads?"),
+        (from_model, "num_block", "CacheConfig takes no num_block: did you mean num_blocks?"),
+    ],
+)
+def test_a_misspelt_field_is_told_its_name(make_config, name, said):
+    with pytest.raises(TypeError) as error:
+        make_config(**{name: 1})
+    assert str(error.value).startswith(said)

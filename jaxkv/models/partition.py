@@ -10,8 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxkv._core.config.mesh_shape import HEADS
-from jaxkv._core.config.validation import show
+from jaxkv._core.config.mesh_shape import HEADS, check_mesh
 
 AXIS = HEADS
 # The sharded axis of each parameter, counted from the last, since layers may be stacked in front. Norms and routers are
@@ -39,8 +38,7 @@ def automatic(mesh: Any) -> Mesh:
     Raises:
       ValueError: the argument is no mesh.
     """
-    if not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes it, not {show(mesh)}.")
+    mesh = check_mesh(mesh)
     return Mesh(mesh.devices, mesh.axis_names)
 
 

@@ -179,6 +179,8 @@ def check_numbers(scale, soft_cap, window) -> None:
         if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             if x.shape:
                 raise ValueError(f"{name} must be a number or a scalar array, but its shape is {x.shape}.")
+            if not jnp.issubdtype(x.dtype, np.number):
+                raise ValueError(f"{name} must be a number or a scalar array of one, not of {x.dtype}.")
         elif x is not None and not _is_above_0(x):
             raise ValueError(f"{name} must be a finite number above 0, not {x!r:.99}: leave it out for the default.")
     if window is None:

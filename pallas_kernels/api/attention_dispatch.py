@@ -54,6 +54,8 @@ def write_then_attend(implementation: str | None, call: Call) -> tuple[Any, Stor
 
 def differentiable(op: str, implementation: str | None, call: Call) -> Any:
     """`_run` with a gradient (reverse mode) whatever the backend: kernels have none of their own."""
+    if implementation is not None:
+        find_backend(implementation)  # that there is one
     leaves, tree = jax.tree.flatten(call)
     arrays = [jnp.asarray(x) if isinstance(x, jax.Array | np.ndarray) else None for x in leaves]
     static = tuple(None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)

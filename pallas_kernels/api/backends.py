@@ -67,8 +67,9 @@ def list_kernels(platform: str) -> list[str]:
 
 def find_backend(implementation: str) -> Backend:
     """Returns the backend of this name. Raises ValueError for a name that there is not."""
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, not {implementation!r}.")
+    if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
+        given = repr(implementation) if isinstance(implementation, str) else type(implementation).__name__
+        raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, not {given}.")
     if implementation in REGISTERED:
         return REGISTERED[implementation]
     # Imported when needed: a kernel's imports are not cheap.

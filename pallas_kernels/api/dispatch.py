@@ -18,6 +18,7 @@ from pallas_kernels.api.backends import (
     IMPLEMENTATIONS,
     Choice,
     current_platform,
+    find_backend,
     find_platform,
     list_kernels,
     read_platform,
@@ -306,6 +307,8 @@ def write_and_attend(
     check_new(k, v, call.stored, tables.shape[0])
     check_attention(call)
     call = refuse_gradients(call)
+    if implementation is not None:
+        find_backend(implementation)  # that there is one
     able = [implementation] if implementation else list_kernels(current_platform())
     if call.mask.residual_length is not None and call.options.shared is not None:
         able = []  # what rows share is read for them together by a call of its own

@@ -274,7 +274,8 @@ def check_plan(step: Any, config: CacheConfig, name: str, token_axes: tuple[int,
 def check_token_axes(tables: BlockTables, token_axes: Any, name: str = "token_axes") -> tuple[int, ...]:
     """Returns `(S, T)` or `(N,)` as a tuple of Python integers. Raises ValueError, with the argument's name."""
     rows = tables.lengths.shape[0]
-    axes = tuple(token_axes) if isinstance(token_axes, Sequence | np.ndarray) else (token_axes,)
+    is_list = isinstance(token_axes, list | tuple) or getattr(token_axes, "ndim", 0) == 1
+    axes = tuple(token_axes) if is_list else (token_axes,)
     if len(axes) not in (1, 2) or (len(axes) == 2 and axes[0] != rows):
         raise ValueError(f"{name} must be (N,) or ({rows}, T), as this step's arrays begin, not {axes}.")
     return tuple(integer("a token axis", n, least=0) for n in axes)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -115,7 +116,7 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
     num_layers = cache.num_layers
     v = [None] * num_layers if v is None else v
     for name, x in {"k": k, "v": v}.items():
-        if not hasattr(x, "__len__"):
+        if isinstance(x, Mapping) or not hasattr(x, "__len__") or getattr(x, "shape", None) == ():
             raise ValueError(f"{name} must be [L, ...] or one array for each layer, not {type(x).__name__}.")
     if len(k) != num_layers or len(v) != num_layers:
         raise ValueError(

@@ -76,7 +76,9 @@ def init(
     check_config(config)
     for name, axis in {"context": context, "rows": rows}.items():
         if mesh is None and axis is not None:
-            raise ValueError(f"{name} needs mesh=, the devices that it names an axis of, but there is only {axis!r}.")
+            raise ValueError(
+                f"{name} needs mesh=, the devices that it names an axis of, but there is only {show(axis)}."
+            )
     if mesh is None:
         config.check_memory()
         # One array after another: the same zeros used twice could not be donated.

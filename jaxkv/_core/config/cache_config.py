@@ -14,8 +14,8 @@ from jaxkv._core.config.config_repr import write_fields, write_layers
 from jaxkv._core.config.fields import LayoutFields
 from jaxkv._core.config.from_dense import MadeLike
 from jaxkv._core.config.layer_config import LayerConfig, kind_of
-from jaxkv._core.config.mesh_shape import HEADS, find_mesh
-from jaxkv._core.config.validation import MOST_INDEX, flag, integer, real, show
+from jaxkv._core.config.mesh_shape import HEADS, check_mesh, find_mesh
+from jaxkv._core.config.validation import MOST_INDEX, flag, integer, read_list, real, refuse_unknown_fields, show
 
 # Share of the full layers' bytes that sliding windows get for prompts in no row. The windows then serve as many prompts
 # as the full layers keep at usual lengths, and at most 1.25 times fewer tokens fit.
@@ -31,6 +31,7 @@ class _SettledBlocks(tuple[int, ...]):
     """A derived `group_blocks`."""
 
 
+@refuse_unknown_fields
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class CacheConfig(MadeLike):
     """The sizes of a cache.
@@ -115,15 +116,15 @@ class CacheConfig(MadeLike):
 
     def __post_init__(self):
         put = functools.partial(object.__setattr__, self)
-        if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
-            raise ValueError(f"CacheConfig.layers must be a list of LayerConfigs, not {show(self.layers)}.")
-        put("layers", tuple(self.layers))
+        put("layers", tuple(read_list("CacheConfig.layers", self.layers)))
         if not self.layers:
             raise ValueError("CacheConfig.layers must name at least one LayerConfig, but it is empty.")
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, LayerConfig):
                 raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {show(layer)}.")
             checks.check_shared(self, i, layer)
+        if not isinstance(self.layout, str) or self.layout not in ("paged", "contiguous"):
+            raise ValueError(f"CacheConfig.layout must be 'paged' or 'contiguous', not {show(self.layout)}.")
         put("dtype", kind_of(self.dtype, "CacheConfig.dtype").declared_dtype)
         self._settle_residual(put)
         checks.check_recurrent(self)
@@ -151,10 +152,8 @@ class CacheConfig(MadeLike):
                 put("max_tokens", None)  # the caller meant one row
         if self.layout == "contiguous":
             self._settle_contiguous(put)
-        elif self.layout == "paged":
-            self._settle_paged(put)
         else:
-            raise ValueError(f"CacheConfig.layout must be 'paged' or 'contiguous', not {show(self.layout)}.")
+            self._settle_paged(put)
         checks.check_formats(self)
         if self.snapshot_every is not None:
             put("snapshot_every", integer("CacheConfig.snapshot_every", self.snapshot_every, least=1))
@@ -231,9 +230,8 @@ class CacheConfig(MadeLike):
             put("group_blocks", _SettledBlocks(self.num_blocks * heads for heads in self.group_heads))
 
     def _settle_group_blocks(self, put) -> None:
-        if isinstance(self.group_blocks, str | bytes) or not isinstance(self.group_blocks, Iterable):
-            raise ValueError(f"CacheConfig.group_blocks must be a list of integers, not {show(self.group_blocks)}.")
-        blocks = tuple(integer("CacheConfig.group_blocks", n, least=1) for n in self.group_blocks)
+        given = read_list("CacheConfig.group_blocks", self.group_blocks)
+        blocks = tuple(integer("CacheConfig.group_blocks", n, least=1) for n in given)
         if len(blocks) != len(self.groups):
             raise ValueError(
                 f"CacheConfig.group_blocks must have one number for each of the {len(self.groups)} groups of layers "
@@ -300,6 +298,8 @@ class CacheConfig(MadeLike):
                 )
         max_seqs = integer("max_seqs", max_seqs, least=1)
         max_seq_len = integer("max_seq_len", max_seq_len, least=1)
+        if step_tokens is not None:
+            step_tokens = integer("step_tokens", step_tokens, least=1)
         given: dict[str, Any] = {"stacked": getattr(model, "scan", False), "snapshot_every": snapshot_every, **fields}
         sizes = {"num_blocks": num_blocks, "max_tokens": max_tokens, "group_blocks": group_blocks}
         sizes = {name: size for name, size in sizes.items() if size is not None}
@@ -315,7 +315,7 @@ class CacheConfig(MadeLike):
         )
         if not sizes and not config.contiguous:
             config._note_size("num_blocks")
-        mesh = find_mesh(model) if mesh is None else mesh
+        mesh = find_mesh(model) if mesh is None else check_mesh(mesh)
         count = mesh.shape.get(HEADS, 1) if mesh is not None else 1
         if given.get("join_kv") is None and not all(config.pairs_divide(i, count) for i in range(len(config.layers))):
             config = config.replace(join_kv="head")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Self, Unpack
 
 from jaxkv._core.config.byte_sizes import ByteSizes
@@ -126,7 +126,8 @@ def _make_config(
 
 def _list_windows(windows: Any, num_layers: int) -> tuple[Any, ...]:
     """Returns the window of each layer."""
-    if windows is None or not isinstance(windows, Iterable) or isinstance(windows, str):
+    is_one = isinstance(windows, str | bytes | Mapping) or getattr(windows, "shape", None) == ()
+    if is_one or not isinstance(windows, Iterable):
         return (windows,) * num_layers
     windows = tuple(windows)
     if len(windows) != num_layers:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxkv._core.config.config_repr import write_fields
 from jaxkv._core.config.retention import Full, State, make_retention
-from jaxkv._core.config.validation import flag, integer, show
+from jaxkv._core.config.validation import flag, integer, read_list, refuse_unknown_fields, show
 from pallas_kernels.common.quantization import FORMATS, StorageFormat
 
 STATE_DTYPES = ("float32", "bfloat16", "float16")
@@ -38,7 +38,10 @@ class StateArray(NamedTuple):
 def read_arrays(arrays: Iterable[Any]) -> tuple[StateArray, ...]:
     """Returns the arrays of a state, checked. Raises ValueError, which names the array."""
     found = []
-    for name, shape, dtype in arrays:
+    for array in read_list("LayerConfig.states", arrays):
+        if not isinstance(array, tuple | list) or len(array) != 3:
+            raise ValueError(f"LayerConfig.states must be arrays, each (name, shape, dtype), not {show(array)}.")
+        name, shape, dtype = array
         if not isinstance(shape, Iterable) or isinstance(shape, str | bytes):
             raise ValueError(f"LayerConfig.recurrent: the shape of {name} must be a list of sizes, not {show(shape)}.")
         sizes = tuple(integer(f"a size of LayerConfig.recurrent's {name}", n, least=1) for n in shape)
@@ -72,6 +75,7 @@ def kind_of(dtype: Any, field: str) -> StorageFormat:
     return FORMATS[name]
 
 
+@refuse_unknown_fields
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class LayerConfig:
     """The config of one layer: an attention layer, or one that keeps a state, made by `recurrent`.
@@ -154,7 +158,7 @@ class LayerConfig:
             raise ValueError(
                 f"A latent layer's values are the first {self.rank} entries of its rows: leave v_head_dim out."
             )
-        if self.evict not in (None, "layer", "head"):
+        if self.evict is not None and not (isinstance(self.evict, str) and self.evict in ("layer", "head")):
             raise ValueError(f'LayerConfig.evict must be "layer", "head" or None, not {show(self.evict)}.')
         _ = self.retention  # raises if the options do not go together
         object.__setattr__(self, "bounds", flag("LayerConfig.bounds", self.bounds))

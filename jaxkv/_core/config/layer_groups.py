@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.retention import Chunk, Full, OneBlock, Window
+from jaxkv._core.config.validation import show
 
 
 def find_period(kinds: Sequence[Any]) -> int:
@@ -270,7 +271,7 @@ class Groups:
     def layer_config(self, layer: int) -> LayerConfig:
         """Returns the config of one layer. Raises IndexError, also for a negative index."""
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < len(self.layers):
-            raise IndexError(f"layer must be an integer from 0 to {self.num_layers - 1}, not {layer!r}.")
+            raise IndexError(f"layer must be an integer from 0 to {self.num_layers - 1}, not {show(layer)}.")
         return self.layers[layer]
 
     def first_retained_block(self, group: int, length: Any) -> Any:

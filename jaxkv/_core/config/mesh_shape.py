@@ -6,8 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxkv._core.config.validation import show
+
 HEADS = "model"  # the default mesh axis for heads
 CONTEXT = "context"  # the mesh axis for the tokens of blocks
+
+
+def check_mesh(mesh: Any) -> Mesh:
+    """Returns a mesh. Raises ValueError for anything else."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes it, not {show(mesh)}.")
+    return mesh
 
 
 def find_mesh(tree: Any, axis: str = HEADS) -> Mesh | None:

@@ -1,8 +1,11 @@
 """Validation of callers' numbers: any numeric type is read, and must be finite and within bounds."""
 
+import difflib
+import functools
+import inspect
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -67,6 +70,45 @@ def read_list(name: str, several: Any) -> list[Any]:
     if is_one or not isinstance(several, Iterable):
         raise ValueError(f"{name} must be a list, not {show(several)}.")
     return list(several)
+
+
+def refuse_unknown[**P, R](
+    what: str, meant: Mapping[str, str] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator of a function by which a keyword that it does not take is told in a sentence.
+
+    Args:
+      what: what the sentence calls the function. meant: others' names of its arguments.
+
+    >>> @refuse_unknown("wait")
+    ... def wait(*, seconds): ...
+    >>> wait(second=1)
+    Traceback (most recent call last):
+    TypeError: wait takes no second: did you mean seconds?
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        taken = [name for name in inspect.signature(function).parameters if name != "self"]
+        names = {name: name for name in taken} | {x: own for x, own in (meant or {}).items() if own in taken}
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if unknown := [name for name in kwargs if name not in taken]:
+                close = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0.75)
+                said = f"did you mean {names[close[0]]}?" if close else f"it takes {', '.join(taken)}."
+                raise TypeError(f"{what} takes no {unknown[0]}: {said}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def refuse_unknown_fields[T](made: type[T]) -> type[T]:
+    """Decorates a dataclass by `refuse_unknown`."""
+    initialize: Any = refuse_unknown(made.__name__)(made.__init__)
+    made.__init__ = initialize  # type: ignore[method-assign]
+    return made
 
 
 def is_tracing() -> bool:

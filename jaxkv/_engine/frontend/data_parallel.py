@@ -16,7 +16,7 @@ from jaxkv._core.cache.data_parallel import RowShards, divide_evenly, join_cache
 from jaxkv._core.cache.init import partition_specs
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.mesh_shape import context_axis, find_mesh
-from jaxkv._core.config.validation import integer, real
+from jaxkv._core.config.validation import integer, read_list, real
 from jaxkv._core.state.device_arrays import AXIS
 from jaxkv._engine.requests.queue import LOOK_AHEAD, MOST_OVERTAKEN
 from jaxkv._engine.requests.request import Request
@@ -183,9 +183,8 @@ def split_fields(count: int, max_seqs: int, fields: dict[str, Any]) -> tuple[int
     for name in ("num_blocks", "max_tokens"):
         if fields.get(name) is not None:
             fields[name] = divide_evenly(name, integer(name, fields[name]), count, AXIS)
-    blocks = fields.get("group_blocks")
-    if isinstance(blocks, Iterable) and not isinstance(blocks, str | bytes):  # CacheConfig refuses what is no list
-        numbers = [integer("group_blocks", n, least=1) for n in blocks]
+    if fields.get("group_blocks") is not None:
+        numbers = [integer("group_blocks", n, least=1) for n in read_list("group_blocks", fields["group_blocks"])]
         fields["group_blocks"] = tuple(divide_evenly("group_blocks", n, count, AXIS) for n in numbers)
     if fields.get("memory_bytes") is not None:
         fields["memory_bytes"] = real("memory_bytes", fields["memory_bytes"], least=0) / count

@@ -6,10 +6,10 @@ from typing import Any, Unpack
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.fields import EngineFields
 from jaxkv._core.config.mesh_shape import find_mesh
-from jaxkv._core.config.validation import flag, integer, read_list, real, show
+from jaxkv._core.config.validation import flag, integer, read_list, real, refuse_unknown, show
 from jaxkv._core.state.device_arrays import split_model, take_local_model
 from jaxkv._engine.frontend import metrics
-from jaxkv._engine.frontend.build import CoreOptions, check_fields, make_cores, read_deterministic, read_longest
+from jaxkv._engine.frontend.build import MEANT, CoreOptions, check_fields, make_cores, read_deterministic, read_longest
 from jaxkv._engine.frontend.checkpoint import Resumable
 from jaxkv._engine.frontend.data_parallel import DataParallelCores, join_config, split_fields
 from jaxkv._engine.frontend.engine_lock import EngineLock
@@ -144,8 +144,8 @@ class Engine(Servable, Resumable, Updatable):
         sizes: dict[str, Any] = dict(fields)
         check_fields(sizes)
         self._prepare_serving(max_waiting)
-        if swap not in ("auto", "always", "never"):
-            raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
+        if not isinstance(swap, str) or swap not in ("auto", "always", "never"):
+            raise ValueError(f"swap must be 'auto', 'always' or 'never', not {show(swap)}.")
         check_form(model, needs_dtype=cache_dtype is None)
         model_config = getattr(model, "config", None)
         max_seqs = integer("max_seqs", max_seqs, least=1)
@@ -296,6 +296,7 @@ class Engine(Servable, Resumable, Updatable):
 
     # Requests.
 
+    @refuse_unknown("submit", MEANT)
     def submit(
         self,
         prompt: Sequence[int],
@@ -451,6 +452,7 @@ class Engine(Servable, Resumable, Updatable):
         with self._exclusive():
             call_all(self._core.warm(wanted, counts), progress)
 
+    @refuse_unknown("stream", MEANT)
     def stream(
         self,
         prompts: Sequence[Sequence[int]],

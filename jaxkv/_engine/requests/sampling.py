@@ -64,7 +64,7 @@ def read_kinds(kinds: Any) -> tuple[Kind, ...]:
     """Returns each of the kinds once. Raises ValueError."""
     kinds = read_list("kinds", kinds)
     for kind in kinds:
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             raise ValueError(f"kinds must be among 'greedy', 'sampled' and 'filtered', not {show(kind)}.")
     return tuple(kind for kind in KINDS if kind in kinds)
 

@@ -204,10 +204,10 @@ def read_stops(stop: Any, tokenizer: TokenizerLike | None, prompt: Sequence[int]
     stop = [stop] if isinstance(stop, str) else stop
     if stop is None:
         stop = []
-    if isinstance(stop, bytes | dict) or not isinstance(stop, Collection):
+    if isinstance(stop, bytes | dict) or not isinstance(stop, Collection) or getattr(stop, "shape", None) == ():
         raise ValueError(
             f"stop must be a list of stop sequences, each a list of token ids or a string, not {show(stop)}; single "
-            "tokens are given as eos="
+            "tokens are given as eos=."
         )
     strings = [x for x in stop if isinstance(x, str)]
     ids = [_read_ids(x) for x in stop if not isinstance(x, str)]
