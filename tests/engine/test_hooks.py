@@ -169,6 +169,9 @@ def test_numbers_that_do_not_fit_are_refused():
     for bad in ("a", [object()], 1j, {"a": 2**40}, {"a": b"x"}):
         with pytest.raises(ValueError, match="hook_args must be"):
             engine.submit([1], 1, hook_args=bad)
+    for wrong in ({"adapter": -1}, {"stop": [[-1]]}, {"keep_prefix": 3}, {"on_token": 3}, {"eos": "x"}):
+        with pytest.raises(ValueError):
+            engine.submit([1], 1, hook_args={"other": 1}, **wrong)  # of which nothing is left
     engine.submit([1], 1, hook_args=NOTHING)  # which decides
     for bad in (3, {"presence": 1}, NOTHING | {"tokens": [1, 2, 3]}):
         with pytest.raises(ValueError, match="hook_args must have the structure and shapes of this engine's first"):

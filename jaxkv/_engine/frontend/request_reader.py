@@ -98,20 +98,22 @@ class RequestReader:
             salt=read_salt(options["salt"]),
             num_logprobs=self.read_logprobs(options["logprobs"]),
             priority=integer("priority", options["priority"], least=-MOST_INDEX, most=MOST_INDEX),
-            hook_args=self.read_hook_args(options["hook_args"]),
             keep_prefix=read_keep_prefix(options["keep_prefix"]),
             adapter=self.read_adapter(options["adapter"]),
             include_stop=flag("include_stop", options["include_stop"]),
             on_token=read_callback(options["on_token"]),
         )
+        stops = [read_stops(stop, tokenizer, prompt) for _ in choices]
+        hook_args = self.read_hook_args(options["hook_args"])  # last: the first ones fix the form of all
         return limit, [
             dataclasses.replace(
                 shared,
                 choice=choice,
-                stops=read_stops(stop, tokenizer, prompt),
+                stops=own,
+                hook_args=hook_args,
                 num_prompt_logprobs=None if j else num_prompt_logprobs,  # all have the first one's
             )
-            for j, choice in enumerate(choices)
+            for j, (choice, own) in enumerate(zip(choices, stops, strict=True))
         ]
 
     def make(self, prompt: Any, limit: int, samples: list[RequestParams]) -> Request:
