@@ -26,7 +26,7 @@ from gpu_contenders import calls_of, compile_ahead, ours
 from gpu_plans import FORMS
 from gpu_work import Point, inputs
 
-from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu import chips, tuning
 from pallas_kernels.gpu.tiles import Tile
 
 # One long row, many short ones, and the usual: a plan must do well on all of them.
@@ -41,7 +41,9 @@ type Job = tuple[str, tuple[int, int], list[Any], list[Point]]
 
 def decode_plans() -> Iterator[tuning.DecodePlan]:
     for tokens, stages, blocks, part_tiles in itertools.product((64, 128), (2, 3, 4), (1, 2, 3), (0, 1, 2, 4)):
-        yield tuning.DecodePlan(Tile(tokens, stages), num_blocks=tuning.chip()[1] * blocks, part_tiles=part_tiles)
+        yield tuning.DecodePlan(
+            Tile(tokens, stages), num_blocks=chips.find_chip().num_cores * blocks, part_tiles=part_tiles
+        )
 
 
 def prefill_plans() -> Iterator[tuning.PrefillPlan]:
@@ -152,7 +154,7 @@ def main() -> None:
             now, end = time.time(), until - LONGEST_PLAN
             share = (end - now) / (len(todo) - i)  # what a job leaves is for the others
             best = tune(job, options.most, now + share, rows)
-            key = (tuning.chip(), *(job[1] if job[0] == "decode_plan" else job[1][:1]))
+            key = (chips.find_chip(), *(job[1] if job[0] == "decode_plan" else job[1][:1]))
             entry = f"TUNED_{job[0].removesuffix('_plan').upper()}[{key}]"
             print(f"{entry} = {best}" if best else f"# {entry}: no plan ran", flush=True)
 

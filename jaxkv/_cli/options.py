@@ -9,7 +9,7 @@ from typing import Any
 from jaxkv._cli.units import parse_bytes, parse_count, parse_share
 
 # Names that registries know elsewhere; a test holds them against those.
-CHIPS = ("v5e", "v6e", "tpu7x", "h100", "h200")
+CHIPS = ("v5e", "v6e", "tpu7x", "h100", "h200", "b200")
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int4", "int8", "k5v3")
 SCORES = ("expected_attention", "keydiff", "knorm", "observed_attention", "snapkv", "streaming_llm", "tova")
 

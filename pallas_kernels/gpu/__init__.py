@@ -1,11 +1,11 @@
-"""Paged attention, and layers that keep a state, on NVIDIA Hopper GPUs, in Pallas Mosaic GPU.
+"""Paged attention, and layers that keep a state, on NVIDIA Hopper and Blackwell GPUs, in Pallas Mosaic GPU.
 
 `step` prepares a step and calls the kernels: `decode` for rows with one new token, `prefill` for the others, `latent`
 for both over latent rows. They take their work from lists built on the device (`work_items`) and their tile sizes from
-`tuning`, and share `tiles`; `dequantize` reads quantized pools for them, with `nibbles` those of four bits; `support`
-refuses what they cannot do. The write of the cache is XLA's in-place scatter.
-Rows that were chosen one by one XLA brings together for them. `mixers` has the layers that keep a state, whose kernels
-are in `recurrence`.
+`tuning`, and share `tiles` and `products`, which multiplies as the chip can (`chips`). `dequantize` reads quantized
+pools for them, with `nibbles` those of four bits; `support` refuses what they cannot do. The write of the cache is
+XLA's in-place scatter. Rows that were chosen one by one XLA brings together for them. `mixers` has the layers that keep
+a state, whose kernels are in `recurrence`.
 """
 
 import functools

@@ -24,7 +24,8 @@ from jax import lax
 
 from pallas_kernels.common.masks import is_visible
 from pallas_kernels.gpu import nibbles, tuning
-from pallas_kernels.gpu.dequantize import arrivals, join, load_scales, slots_and_wide, widen, widened
+from pallas_kernels.gpu.dequantize import arrivals, load_scales, slots_and_wide, widen, widened
+from pallas_kernels.gpu.products import Transposed, accumulate, join, multiply
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
@@ -33,16 +34,15 @@ from pallas_kernels.gpu.tiles import (
     Ring,
     Tile,
     Walk,
-    accumulate,
     add_sink,
     fetch,
     full,
     load_wide,
     logits_base2,
-    probe,
     safe_maximum,
     select_seen_values,
     store,
+    tick,
     tile_at,
     varies,
 )
@@ -135,8 +135,8 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                 for token in range(0, tokens, 64):
                     keys = k_s.at[slot, pl.ds(token, 64)]
                     wide_keys = widened(keys, q.dtype, format, in_pairs=True, scaled=scaled(slot, 0), token=token)
-                    parts.append(accumulate(interpret, full((64, columns), 0.0, LAYOUT), wide_keys, q_s.T))
-                return join(parts)
+                    parts.append(multiply(interpret, (64, columns), (wide_keys, Transposed(q_s))))
+                return join(parts, axis=0)
 
             def step(i, carry):
                 acc, m, total = carry
@@ -153,19 +153,14 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                     widen(k_s.at[slot], keys, format, in_pairs=interpret is None, scaled=scaled(slot, 0))
                     plgpu.commit_smem()
 
-                def keys_times_queries(acc_ref):
-                    plgpu.wgmma(acc_ref, keys, q_s.T)
-                    return acc_ref[...]
-
-                probe(interpret, keys, q_s)
                 if from_registers:
                     s = multiply_from_registers(slot)
                 else:
-                    s = pl.run_scoped(keys_times_queries, plgpu.ACC((tokens, columns), jnp.float32))
+                    s = multiply(interpret, (tokens, columns), (keys, Transposed(q_s)))
                 if by_token:  # the scales only now: the operand takes the registers
                     key_scales, value_scales = load_scales(scales_s.at[slot], format)
                     s = s * lax.broadcast_in_dim(key_scales, s.shape, [0])
-                    probe(interpret)
+                    tick(interpret)
                 if groups is None:
                     plgpu.barrier_arrive(k_free.at[slot])
                 s = logits_base2(s, scale, cap if soft_cap else None)
@@ -197,9 +192,8 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
                     plgpu.barrier_arrive(v_free.at[slot])
                 if groups is not None:
                     plgpu.barrier_arrive(k_free.at[slot])  # and with it the scales
-                probe(interpret, values, p_s)
                 acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
-                acc = accumulate(interpret, acc, values.T, p_s.T)
+                acc = accumulate(interpret, acc, (values.T, Transposed(p_s)))
                 if not quantized:
                     plgpu.barrier_arrive(v_free.at[slot])
                 return acc, m, total

@@ -162,16 +162,3 @@ def _widen_pairs(x, dtype, format: StorageFormat):
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     return widen_pairs(x)
-
-
-def join(parts):
-    """Products of 64 tokens each as one of all, without the interpreter."""
-    (rows, columns), dtype = parts[0].shape, parts[0].dtype
-    shape = plgpu.ShapeDtypeStruct((rows * len(parts), columns), dtype, layout=LAYOUT)
-
-    @plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(parts), return_type=shape)
-    def put_behind_each_other(_, *parts):
-        registers = np.concatenate([x.registers for x in parts])
-        return mgpu.FragmentedArray(_registers=registers, _layout=parts[0].layout, _is_signed=None)
-
-    return parts[0] if len(parts) == 1 else put_behind_each_other(*parts)

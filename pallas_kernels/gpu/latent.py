@@ -21,6 +21,7 @@ from jax import lax
 
 from pallas_kernels.common.masks import is_visible
 from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu.products import Transposed, accumulate, multiply
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
@@ -28,14 +29,12 @@ from pallas_kernels.gpu.tiles import (
     Ring,
     Tile,
     Walk,
-    accumulate,
     add_sink,
     anew,
     fetch,
     full,
     load_wide,
     logits_base2,
-    probe,
     safe_maximum,
     select_seen_values,
     store,
@@ -161,13 +160,8 @@ def split(
                 plgpu.barrier_wait(ready.at[slot])
                 keys = rows_s.at[slot]
 
-                def queries_times_keys(acc_ref):
-                    for columns, part_s in q_parts(q_s):
-                        plgpu.wgmma(acc_ref, part_s, keys.at[:, columns].T)
-                    return acc_ref[...]
-
-                probe(interpret, *(part_s for _, part_s in q_parts(q_s)), keys)
-                s = pl.run_scoped(queries_times_keys, plgpu.ACC((QUERY_ROWS, tokens), jnp.float32))
+                pairs = [(part_s, Transposed(keys.at[:, columns])) for columns, part_s in q_parts(q_s)]
+                s = multiply(interpret, (QUERY_ROWS, tokens), *pairs)
                 s = logits_base2(s, scale, cap if soft_cap else None)
 
                 def select_seen(s, first=first):
@@ -233,9 +227,8 @@ def split(
                     select_seen_values(values, first_seen - first, length - first, first_tokens)
                     plgpu.commit_smem()
 
-                probe(interpret, p_s, values)
                 parts = [
-                    accumulate(interpret, x, p_s, values.at[:, span])
+                    accumulate(interpret, x, (p_s, values.at[:, span]))
                     for x, span in zip(scaled(parts), spans, strict=True)
                 ]
                 plgpu.barrier_arrive(p_free)

@@ -1,4 +1,4 @@
-"""Layers that keep a state on a Hopper GPU: their arrays as the kernel of all recurrences takes them.
+"""Layers that keep a state on a GPU: their arrays as the kernel of all recurrences takes them.
 
 It takes a row's tokens one after another, whether one or thousands: see `recurrence.tokens`. Rows of many tokens are
 taken, when it has run the others, by `recurrence.space_chunks` of state spaces, by `delta_chunks` of delta rules with a
@@ -15,6 +15,7 @@ from jax import lax
 
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.state_batch import MixerCall, StateBatch, hide_padding, merge_rows, share_rows
+from pallas_kernels.gpu import chips
 from pallas_kernels.gpu.recurrence.channel_chunks import run_channel_chunks
 from pallas_kernels.gpu.recurrence.channel_pairs import KEYS as KEYS_OF_CHANNELS
 from pallas_kernels.gpu.recurrence.chunk_steps import CHUNK, MOST_KEYS as MOST_CHUNKED_KEYS, PIECE, WIDTH
@@ -28,6 +29,7 @@ from pallas_kernels.gpu.tiles import InterpretParams, varies
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MOST_KEYS = 256  # of a head: a thread's registers hold no more of a state
 LEAST_CHUNKED = 16  # tokens of a row
+CHUNK_BYTES = 200_704  # of shared memory, what the largest kernel of chunks takes
 VALUES = 64  # of a delta rule's head in a thread block
 
 
@@ -150,7 +152,7 @@ def values_at_once(values: int, keys: int) -> int:
 
 
 def can_chunk(tokens: dict[str, jax.Array], states: jax.Array, every: int | None, most_tokens: int) -> bool:
-    """Tells whether a step may have chunks: rows of many tokens, whose inputs have 16 bits."""
+    """Tells whether a step may have chunks: rows of many tokens, whose inputs have 16 bits, on a chip with memory."""
     is_delta = "beta" in tokens
     if any(tokens[name].dtype != jnp.bfloat16 for name in (("q", "k", "v") if is_delta else ("x", "B", "C"))):
         return False
@@ -158,6 +160,8 @@ def can_chunk(tokens: dict[str, jax.Array], states: jax.Array, every: int | None
     if is_delta and tokens["g"].ndim > 2 and keys != KEYS_OF_CHANNELS:
         return False
     if values % WIDTH or keys % PIECE or keys > MOST_CHUNKED_KEYS:
+        return False
+    if chips.find_chip().shared_memory < CHUNK_BYTES:
         return False
     return most_tokens >= LEAST_CHUNKED and (every is None or not every % CHUNK)
 

@@ -30,6 +30,7 @@ from jax import lax
 from pallas_kernels.common.masks import is_visible
 from pallas_kernels.gpu import nibbles
 from pallas_kernels.gpu.dequantize import arrivals, settle_scales, slots_and_wide, widen
+from pallas_kernels.gpu.products import Transposed, accumulate, multiply_and_accumulate, multiply_while
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
@@ -37,43 +38,19 @@ from pallas_kernels.gpu.tiles import (
     Operands,
     Ring,
     Walk,
-    accumulate,
     add_sink,
     anew,
     fetch,
     full,
     load_wide,
     logits_base2,
-    probe,
     safe_maximum,
     select_seen_values,
     store,
     tile_at,
     varies,
 )
-from pallas_kernels.gpu.tuning import PrefillPlan
-
-CONSUMERS = 2
-HALF = 64  # query rows of one consumer: the matrix unit's width
-MOST_COLUMNS = 256  # of the output in a consumer's registers
-
-
-class Division(NamedTuple):
-    """What each consumer has of an item: 64 query rows of its own, or columns of its own of the same 64."""
-
-    halves: int  # of query rows in an item
-    columns: int  # of queries, values and the output, in a consumer's registers
-
-    @property
-    def splits_columns(self) -> bool:
-        return self.halves == 1
-
-
-def divide(head_dim: int) -> Division:
-    """Returns how the consumers divide an item of heads of so many columns, whole tiles."""
-    if head_dim <= MOST_COLUMNS:
-        return Division(CONSUMERS, head_dim)
-    return Division(1, -(-head_dim // (64 * CONSUMERS)) * 64)
+from pallas_kernels.gpu.tuning import CONSUMERS, HALF, PrefillPlan, divide
 
 
 class Part(NamedTuple):
@@ -327,21 +304,14 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
         def weigh(part, i, m, total):
             """A tile's products with the keys, and their softmax."""
             keys = ready_keys(i)
-            pairs = [(q_s.at[anew(warpgroup)], keys)]
+            pairs = [(q_s.at[anew(warpgroup)], Transposed(keys))]
             if splits_columns:
                 pairs = [
-                    (q_s.at[nothing() + nth, :, pl.ds(0, x.size)], keys_in(keys, nth, x)) for nth, x in enumerate(spans)
+                    (q_s.at[nothing() + nth, :, pl.ds(0, x.size)], Transposed(keys_in(keys, nth, x)))
+                    for nth, x in enumerate(spans)
                 ]
 
-            def product(s_ref):
-                for queries, keys in pairs:
-                    plgpu.wgmma(s_ref, queries, keys.T)
-                pass_turn()
-                return s_ref[...]
-
-            for pair in pairs:
-                probe(interpret, *pair)
-            s = pl.run_scoped(product, plgpu.ACC((HALF, tokens), jnp.float32))
+            s, _ = multiply_while(pass_turn, interpret, (HALF, tokens), *pairs)
             return softmax(part, i, s, m, total)
 
         def add_values(part, i, acc, weights):
@@ -349,9 +319,8 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             end_turn()
             values, slot = ready_values(part, i), slot_of(i)
             plgpu.commit_smem()
-            probe(interpret, weights, values)
             await_turn()
-            acc = accumulate(interpret, acc, weights, values)
+            acc = accumulate(interpret, acc, (weights, values))
             if not quantized:
                 plgpu.barrier_arrive(v_free.at[own_slot(slot)])
             return acc
@@ -369,20 +338,16 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, token_mask=No
             end_turn()
             queries, keys, values = q_s.at[anew(warpgroup)], ready_keys(i), ready_values(part, i - 1)
             plgpu.commit_smem()
-            probe(interpret, queries, keys, weights, values)
             await_turn()
-
-            def products(s_ref, acc_ref):
-                if interpret is None:  # which cannot begin with a sum
-                    acc_ref[...] = acc
-                plgpu.wgmma(s_ref, queries, keys.T)
-                plgpu.wgmma(acc_ref, weights, values)
-                pass_turn()
-                weighed = softmax(part, i, plgpu.wgmma_accumulator_load(s_ref, wait_n=1), m, total)
-                return acc_ref[...] if interpret is None else acc + acc_ref[...], *weighed
-
-            sums = ((HALF, n) for n in (tokens, head_dim))
-            acc, weights, alpha, m, total = pl.run_scoped(products, *(plgpu.ACC(x, jnp.float32) for x in sums))
+            acc, (weights, alpha, m, total) = multiply_and_accumulate(
+                lambda s: softmax(part, i, s, m, total),
+                interpret,
+                (HALF, tokens),
+                (queries, Transposed(keys)),
+                acc,
+                (weights, values),
+                pass_turn,
+            )
             plgpu.barrier_arrive(v_free.at[slot_of(i - 1)])
             return rescaled(acc, alpha), m, total, weights.astype(q.dtype)
 

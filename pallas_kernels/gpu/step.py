@@ -36,7 +36,7 @@ def attend(
     *,
     interpret: InterpretParams = None,
 ):
-    """[`pallas_kernels.paged_attention`][] on a Hopper GPU, for what `unsupported` does not refuse.
+    """[`pallas_kernels.paged_attention`][] on a GPU, for what `unsupported` does not refuse.
 
     The decode kernels spread a row over the chip; the prefill kernel shares keys and values among tokens. Rows of a
     padded step that is narrow enough all take the decode kernels. Of any other step those with one new token do and
@@ -294,7 +294,7 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
     num_kv_heads = operands.head_parts
     group = num_heads // num_kv_heads
     plan = tuning.prefill_plan(head_dim, kv.shape[3], tuning.number_bytes(stored))
-    division, own = prefill.divide(head_dim), prefill.tokens_of(group)
+    division, own = tuning.divide(head_dim), prefill.tokens_of(group)
     halves, item_tokens = division.halves, division.halves * own
     items, token_masks, item, nth = _prefill_items(
         operands,
@@ -307,7 +307,7 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
     num_items, chunks = items.shape[:2]
     if token_masks is not None:  # for each head the same
         token_masks = _as_query_rows(token_masks.reshape(*token_masks.shape[:2], halves, 1, own), group)
-        token_masks = token_masks.reshape(*token_masks.shape[:2], halves * prefill.HALF)
+        token_masks = token_masks.reshape(*token_masks.shape[:2], halves * tuning.HALF)
     of_rows = None
     if sinks is not None and chunks == 1:
         of_rows = _as_query_rows(sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1), group)
@@ -329,7 +329,7 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
 
     def of_tokens(x):
         """Returns tokens `[N, K, group, ...]` from items' query rows `[W, K, n, 64, ...]`."""
-        x = x.reshape(num_items, num_kv_heads, halves, prefill.HALF, *x.shape[4:])
+        x = x.reshape(num_items, num_kv_heads, halves, tuning.HALF, *x.shape[4:])
         x = x[:, :, :, : group * own].reshape(*x.shape[:3], group, own, *x.shape[4:])
         return x[item, :, nth // own, :, nth % own]
 
@@ -337,7 +337,7 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
         out, lse = _merge_chunks(out, lse.reshape(out.shape[:-1]), items[..., 4] > items[..., 3])
         out = of_tokens(out)[..., :head_dim].reshape(q.shape)
         out = jnp.where(token.valid[:, None, None], out, jnp.zeros_like(out))
-    lse = of_tokens(lse.reshape(*lse.shape[:2], halves, prefill.HALF)).reshape(num_tokens, num_heads)
+    lse = of_tokens(lse.reshape(*lse.shape[:2], halves, tuning.HALF)).reshape(num_tokens, num_heads)
     return _with_sinks(out, lse, sinks if chunks > 1 else None)
 
 
@@ -401,7 +401,7 @@ def _as_query_rows(x, group: int):
     """`[..., group or 1, tokens or 1]` as one for each of a consumer's query rows, `[..., 64]`."""
     own = prefill.tokens_of(group)
     x = jnp.broadcast_to(x, (*x.shape[:-2], group, own)).reshape(*x.shape[:-2], group * own)
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, prefill.HALF - group * own)])
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, tuning.HALF - group * own)])
 
 
 def _merge_chunks(out, lse, some):

@@ -1,16 +1,15 @@
 """What the kernels cannot do, by name and with the way out."""
 
-import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.batch import Call
+from pallas_kernels.common.batch import Call, StoredKV
 from pallas_kernels.common.masks import mask_refusal
+from pallas_kernels.gpu import chips, tuning
 from pallas_kernels.gpu.dequantize import SCALES_AT_ONCE
 from pallas_kernels.gpu.work_items import MOST_ROWS
 from pallas_kernels.xla.chosen_rows import describe_rows
 
 FALLBACK = "leave implementation=None to use XLA's"
-CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup matrix instructions, which newer chips do not have either
 MOST_HEAD_DIM, MOST_PADDED_DIM = 512, 256
 EVEN_HALVES = 16  # half of a head in four bits is whole runs of columns that have one scale
 # Of latent rows: half of the values' columns are whole tiles; and what shared memory and registers hold.
@@ -64,15 +63,38 @@ def unsupported(op: str, call: Call) -> str | None:
         )
     if tables is not None and (rows := tables.shape[0]) > MOST_ROWS:
         return f"The gpu kernels plan steps of at most {MOST_ROWS} rows, not {rows}; take fewer, or {FALLBACK}."
-    return find_chip_refusal() or mask_refusal(call)
+    why_not = find_chip_refusal() or _memory_refusal(kernel_head_dim(head_dim), call.stored)
+    return why_not or mask_refusal(call)
 
 
 def find_chip_refusal() -> str | None:
     """Returns why the kernels cannot run on the GPUs at hand; None if they can, or there are none."""
-    capability = _capability()
-    if capability in (None, CAPABILITY):
+    chip = chips.find_chip()
+    if chip.is_known:
         return None
-    return f"The gpu kernels need a Hopper GPU (compute capability {CAPABILITY}), not {capability}; {FALLBACK}."
+    return (
+        "The gpu kernels need a Hopper or Blackwell GPU (compute capability 9.0, or 10.0 and later), not "
+        f"{chip.capability}; {FALLBACK}."
+    )
+
+
+def _memory_refusal(head_dim: int, stored: StoredKV) -> str | None:
+    """Returns why a thread block has no room for a tile of each of its operands, or None."""
+    size = tuning.number_bytes(stored)
+    if stored.latent_rank is not None:
+        plans = [tuning.latent_plan(head_dim)]
+    else:
+        plans = [
+            tuning.decode_plan(head_dim, 8, size, stored.format.group_size),
+            tuning.prefill_plan(head_dim, stored.kv.shape[3], size),
+        ]
+    if all(plan.tile.stages > 0 for plan in plans):
+        return None
+    chip = chips.find_chip()
+    return (
+        f"The gpu kernels have no room for head_dim {head_dim} in {stored.format.kind or stored.kv.dtype} in the "
+        f"{chip.shared_memory:,} bytes of shared memory of a thread block on {chip.name}; {FALLBACK}."
+    )
 
 
 def _latent_refusal(q, num_kv_heads: int, kind: str | None, rank: int) -> str | None:
@@ -104,10 +126,3 @@ def _latent_refusal(q, num_kv_heads: int, kind: str | None, rank: int) -> str | 
 def kernel_head_dim(head_dim: int) -> int:
     """Columns of K and V that the kernels read: whole swizzled tiles."""
     return -(-head_dim // 64) * 64
-
-
-def _capability() -> str | None:
-    """The compute capability of the GPUs at hand; None where there is none, as when compiling for another machine."""
-    if jax.default_backend() != "gpu":
-        return None
-    return getattr(jax.devices()[0], "compute_capability", None)

@@ -96,31 +96,11 @@ def tile_at(place, first_seen, window_mask: WindowMask, tokens: int):
     return jnp.where(nth < sink_tiles(window_mask, tokens), nth, place)
 
 
-def probe(interpret: InterpretParams, *operands) -> None:
-    """Show a product's operand reads to the interpreter's race detector, which does not see them by itself.
-
-    The commits tick its clock, or the reads would count as part of whatever was signalled before them.
-    """
+def tick(interpret: InterpretParams) -> None:
+    """Advances the clock of the interpreter's race detector, which only copies and barriers do. Else what is read would
+    count as part of whatever was signalled before."""
     if interpret is not None:
         plgpu.commit_smem()
-        for operand in operands:
-            operand[...]
-        plgpu.commit_smem()
-
-
-def accumulate(interpret: InterpretParams, acc, a, b):
-    """`acc + a @ b`, a and b in shared memory.
-
-    The matrix unit adds to acc's own registers, which the interpreter cannot do.
-    """
-    if interpret is None:
-        return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(plgpu.ACC.init(acc))
-
-    def product(acc_ref):
-        plgpu.wgmma(acc_ref, a, b)
-        return acc_ref[...]
-
-    return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
 
 
 def anew(x):

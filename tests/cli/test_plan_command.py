@@ -314,7 +314,7 @@ def test_shapes_of_a_thousand_devices(folder, capsys):
         ("--devices 1x4 --max-seqs 0", "--max-seqs must be at least 1, not 0"),
         ("--block-size 16 --block-size 0", "--block-size must be at least 1, not 0"),
         ("--chip v5e --shapes --devices 4 --block-size 0", "--block-size must be at least 1, not 0"),
-        ("--chip v9", "--chip must be one of v5e, v6e, tpu7x, h100, h200, not 'v9'"),
+        ("--chip v9", "--chip must be one of v5e, v6e, tpu7x, h100, h200, b200, not 'v9'"),
         ("--shapes", "--shapes compares how long a decode step takes at least: say where with --chip"),
         ("--shapes --chip v5e --devices 2x2", "--shapes takes a number of --devices, 4, not one of its shapes, 2x2x1"),
         ("--shapes --chip v5e --devices 3 --max-seqs 2 --block-size 8 --block-size 7", "cannot be divided among"),

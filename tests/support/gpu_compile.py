@@ -5,6 +5,7 @@ Run in a process of its own, with the packages of the extra `compile` on PYTHONP
 """
 
 import contextlib
+import contextvars
 import functools
 import itertools
 import json
@@ -34,16 +35,35 @@ from jaxkv.models import Decoder, DecoderConfig, Rope
 from pallas_kernels import SHAPES, AttentionShape, gpu, testing, xla
 from pallas_kernels.common.quantization import find_format
 
-TARGET = pathlib.Path(__file__).with_name("gpu_h200.txtpb").read_text()
 ROWS, MAX_BLOCKS, NUM_BLOCKS = 8, 128, 1024
 HEAD_DIMS = (64, 96, 128, 256, 512)
 
 
+CHIP = contextvars.ContextVar("chip", default="h200")  # that programs are compiled for
+
+
 @functools.cache
+def describe_chip(name):
+    target = pathlib.Path(__file__).with_name(f"gpu_{name}.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    return topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+
+
 def sharding():
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.sharding.NamedSharding(describe_chip(CHIP.get()), jax.sharding.PartitionSpec())
+
+
+def on_chip(name, job):
+    """The same for another chip."""
+
+    def run():
+        token = CHIP.set(name)
+        try:
+            return job()
+        finally:
+            CHIP.reset(token)
+
+    return run
 
 
 def array(shape, dtype=jnp.bfloat16):
@@ -68,14 +88,14 @@ KERNELS = (
     "paged_decode_plan", "paged_decode_split", "paged_decode_merge", "paged_prefill", "paged_latent_decode",
     "paged_latent_prefill",
 )  # fmt: skip
-COMPILED: dict[str, dict] = {}  # by hash: what the compiler said of it; a process compiles each kernel once
+COMPILED: dict[tuple, dict] = {}  # by chip and hash: what the compiler said of it; a process compiles each kernel once
 
 
 def compile_(f, *arguments, **options):
     """The compiled program, and per kernel: registers, spilled bytes, shared memory, and counts of instructions."""
     # Not MOSAIC_GPU_DUMP_TO, which writes the program down after each of the compiler's passes: most of the time.
     os.environ |= dict.fromkeys((f"MOSAIC_GPU_DUMP_{what}" for what in ("PTX", "PTXAS", "RESOURCES")), "1")
-    with standard_output() as resources, record_slices() as (beside, looked_at):
+    with jax.set_mesh(sharding().mesh), standard_output() as resources, record_slices() as (beside, looked_at):
         lowered = jax.jit(f, **options).lower(*arguments)
         sys.stdout.flush()
         resources.seek(0)
@@ -89,7 +109,7 @@ def compile_(f, *arguments, **options):
     kernels = {}
     for call, bytes_of_it in zip(calls, shared_memory, strict=True):
         name = next(kernel for kernel in KERNELS if f"{kernel}_mosaic_gpu" in call)
-        identity = re.search(r'kernel_hash = "(.*?)", module', call).group(1)
+        identity = CHIP.get(), re.search(r'kernel_hash = "(.*?)", module', call).group(1)
         if identity not in COMPILED:
             COMPILED[identity] = described(printed[name]) | {"shared_memory": int(bytes_of_it)}
             COMPILED[identity] |= {"beside_swizzle": sorted(set(beside)), "swizzled": len(looked_at)}
@@ -106,6 +126,12 @@ def described(assembly):
         "misaligned": find_misaligned(assembly),
         "spills": int(re.search(r"(\d+) bytes spill stores, \d+ bytes spill loads\n", assembly).group(1)),
         "wgmma": len(re.findall(r"wgmma\.mma_async\.sync", assembly)),
+        "mma": len(re.findall(r"\bmma\.sync", assembly)),
+        "ldmatrix": len(re.findall(r"ldmatrix", assembly)),
+        # A slot is given back, and then read: the assembler may put no load behind that, the compiler should not.
+        "reads_of_released": len(
+            re.findall(r"mbarrier\.arrive\.release(?:(?!try_wait|bar\.sync|mbarrier).)*?ldmatrix", assembly, re.DOTALL)
+        ),
         "waits": re.findall(r"wgmma\.wait_group\.sync\.aligned (\d)", assembly),
         # Exponentials, a barrier, and then the matrix unit is waited for.
         "held": re.search(
@@ -172,6 +198,13 @@ def without_fence():
     """V's and P's writes are not published to the matrix unit."""
     release = "if quantized:\n    plgpu.barrier_arrive(v_free.at[slot])"
     return planted(Plant("decode:split", f"plgpu.commit_smem()\n{release}", release), job="llama3-8b")
+
+
+def released_early():
+    """A tile of V is given back before a warp has loaded it."""
+    product = "acc = accumulate(interpret, acc, (values.T, Transposed(p_s)))"
+    release = "if not quantized:\n    plgpu.barrier_arrive(v_free.at[slot])"
+    return planted(Plant("decode:split", f"{product}\n{release}", f"{release}\n{product}"), job="llama3-8b")
 
 
 def too_many_registers():
@@ -469,6 +502,7 @@ JOBS = {
     "launches": lambda: launches_apart(DECODE_STEPS),
     "other-launches": lambda: launches_apart(OTHER_STEPS),
     "control-no-fence": without_fence,
+    "control-released-early": released_early,
     "control-too-many-registers": too_many_registers,
     "control-not-donated": lambda: step(donate=False),
     "control-not-unique": lambda: step(unique=False),

@@ -1,13 +1,15 @@
 """Compile the kernels that update states for an H200 on a machine without one; as gpu_compile.py does for attention's.
 
 python gpu_compile_states.py JOB ...
-A job of gpu_compile.py is called attention:JOB here, and one of gpu_widen.py widen:JOB, so that one process runs all.
+A job of gpu_compile.py is called attention:JOB here, one of gpu_widen.py widen:JOB, and one of gpu_products.py
+products:JOB, so that one process runs all. With b200: or rtx: before it a job is done for another chip.
 """
 
 import json
 import sys
 
 import gpu_compile
+import gpu_products
 import gpu_widen
 import jax
 import jax.experimental.pallas as pl
@@ -143,7 +145,9 @@ JOBS = {
     "control-beside-swizzle": beside_swizzle,
     **{f"attention:{name}": job for name, job in gpu_compile.JOBS.items()},
     **{f"widen:{name}": job for name, job in gpu_widen.JOBS.items()},
+    **{f"products:{name}": job for name, job in gpu_products.JOBS.items()},
 }
+JOBS |= {f"{chip}:{name}": gpu_compile.on_chip(chip, job) for chip in ("b200", "rtx") for name, job in JOBS.items()}
 
 
 if __name__ == "__main__":

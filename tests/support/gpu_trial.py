@@ -89,14 +89,23 @@ class Trial:
         monkeypatch.setattr(tuning, "prefill_chunks", lambda *_: self.chunks)
         monkeypatch.setattr(work, "FEW_TILES", 1)
 
-    def check(self, interpret) -> None:
+    def stored_inputs(self) -> tuple[Inputs, dict[str, Any], Inputs, dict[str, Any]]:
+        """What the kernels get, and their options; the numbers that are held, and how a quantised pool holds them."""
         inputs, options = self.inputs()
-        held, quantised = inputs, {}
-        if self.kind is not None:
-            inputs, scale, held = testing.quantise(self.case, inputs, self.kind)
-            quantised = {"kv_scale": scale, "kind": self.kind}
-        given = dict(q=inputs.q, kv=inputs.kv, rank=self.case.rank, **quantised)
-        assert gpu.unsupported("paged_attention", bundle_call(**given)) is None
+        if self.kind is None:
+            return inputs, options, inputs, {}
+        inputs, scale, held = testing.quantise(self.case, inputs, self.kind)
+        return inputs, options, held, {"kv_scale": scale, "kind": self.kind}
+
+    def find_refusal(self) -> str | None:
+        inputs, _, _, quantised = self.stored_inputs()
+        return gpu.unsupported(
+            "paged_attention", bundle_call(q=inputs.q, kv=inputs.kv, rank=self.case.rank, **quantised)
+        )
+
+    def check(self, interpret) -> None:
+        assert self.find_refusal() is None
+        inputs, options, held, quantised = self.stored_inputs()
         attend = jax.jit(
             lambda *a: testing.run(
                 gpu.paged_attention, *a, **options, **quantised, return_lse=True, interpret=interpret

@@ -120,7 +120,7 @@ def assembly_of(f, *arrays):
     os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
     for other in ("PTXAS", "RESOURCES"):  # which gpu_compile.py asks for
         os.environ.pop(f"MOSAIC_GPU_DUMP_{other}", None)
-    with gpu_compile.standard_output() as assembly:
+    with jax.set_mesh(gpu_compile.sharding().mesh), gpu_compile.standard_output() as assembly:
         jax.jit(f).lower(*arrays).compile()
         assembly.seek(0)
         return assembly.read()

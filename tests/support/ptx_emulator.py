@@ -75,7 +75,9 @@ class Machine:
         if op in ("ld", "st"):
             self._move(op, modifiers, bits // 8, operands)
         elif op in ("ldmatrix", "stmatrix"):
-            self._move_matrices(op, operands)
+            self._move_matrices(op, modifiers, operands)
+        elif op == "mma":
+            self._multiply_matrices(modifiers, operands)
         elif op == "mov" and operands[0].startswith("{"):
             names, value = operands[0].strip("{}").split(","), self.read(operands[1])
             for nth, name in enumerate(names):
@@ -141,19 +143,46 @@ class Machine:
                 value = np.ascontiguousarray(np.broadcast_to(self.read(name), self.threads))
                 memory[at] = value.view(np.uint8).reshape(-1, 8)[:, :size]
 
-    def _move_matrices(self, op, operands) -> None:
-        """Of 8 x 8 numbers of 16 bits: a lane says where a row is, and four hold it."""
+    def _move_matrices(self, op, modifiers, operands) -> None:
+        """Of 8 x 8 numbers of 16 bits: a lane says where a row is, and four hold it, or if transposed a column."""
         (place,) = (x for x in operands if x.startswith("["))
         (registers,) = (x for x in operands if x.startswith("{"))
         names = [x.strip() for x in registers.strip("{}").split(",")]
         memory, first = self.memory(self.place(place))
         lane, warp = np.arange(self.threads) % 32, np.arange(self.threads) // 32
         for nth, name in enumerate(names):
-            at = first[warp * 32 + nth * 8 + lane // 4][:, None] + 4 * (lane % 4)[:, None] + np.arange(4)
+            rows = lane[:, None] // 4, 2 * (lane[:, None] % 4) + np.arange(2)
+            row, column = rows[::-1] if "trans" in modifiers else rows
+            at = first[(warp * 32 + nth * 8)[:, None] + row] + 2 * column
+            at = (at[..., None] + np.arange(2)).reshape(-1, 4)
             if op == "ldmatrix":
                 self.known[name] = np.ascontiguousarray(memory[at]).view(np.uint32)[:, 0].astype(np.uint64)
             else:
                 memory[at] = self.read(name).astype(np.uint32)[:, None].view(np.uint8)
+
+    def _multiply_matrices(self, modifiers, operands) -> None:
+        """Of 16 x 16 numbers of 16 bits and 16 x 8, in registers of a warp, with a sum of float32."""
+        assert modifiers[:2] == ["sync", "aligned"] and modifiers[2:4] == ["m16n8k16", "row"], modifiers
+        dtype = {"bf16": jnp.bfloat16, "f16": np.float16}[modifiers[-2]]
+        names = [[x.strip() for x in operand.strip("{}").split(",")] for operand in operands]
+        lane = np.arange(32)
+        lines, pairs = lane[:, None] // 4, 2 * (lane[:, None] % 4) + np.arange(2)
+
+        def matrix(registers, dtype, places, shape):
+            """The numbers of each warp, of the registers and where each has its own: rows and columns by lane."""
+            found = np.zeros((self.threads // 32, *shape), np.float32)
+            for name, (row, column) in zip(registers, places, strict=True):
+                numbers = self.read(name).astype(np.uint32).view(dtype).reshape(-1, 32, 4 // np.dtype(dtype).itemsize)
+                found[:, row, column] = numbers
+            return found
+
+        halves = [(i, j) for j in (0, 8) for i in (0, 8)]
+        left = matrix(names[1], dtype, [(lines + i, pairs + j) for i, j in halves], (16, 16))
+        right = matrix(names[2], dtype, [(pairs + i, lines) for i in (0, 8)], (16, 8))
+        places = [(lines + i, pairs[:, [j]]) for i in (0, 8) for j in range(2)]
+        total = left @ right + matrix(names[3], np.float32, places, (16, 8))
+        for name, (row, column) in zip(names[0], places, strict=True):
+            self.known[name] = np.ascontiguousarray(total[:, row, column]).view(np.uint32).reshape(-1).astype(np.uint64)
 
 
 def _permute_bytes(a: np.ndarray, b: np.ndarray, choice: np.ndarray) -> np.ndarray:

@@ -44,6 +44,7 @@ class Chip:
 
 # Makers add both directions of a link; half of that is sent. Networks are given a host or pod, and divided here.
 NVLINK, INFINIBAND = Link("NVLink 4", 450e9), Link("InfiniBand NDR", 50e9)  # 900 GB/s both ways; 400 Gb/s for each GPU
+NVLINK_5 = Link("NVLink 5", 900e9)
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -62,6 +63,9 @@ CHIPS = {
              host=8, network=INFINIBAND, source="NVIDIA's data sheets of the H100 SXM and the DGX H100"),
         Chip(name="h200", platform="gpu", memory=141 * 10**9, memory_rate=4.8e12, peak=989e12, link=NVLINK, reach=8,
              host=8, network=INFINIBAND, source="NVIDIA's data sheets of the H200 SXM and the DGX H200"),
+        # Of eight: 1,440 GB, 64 TB/s, 36 PFLOP/s in float8 without sparsity, 14.4 TB/s of NVLink both ways.
+        Chip(name="b200", platform="gpu", memory=180 * 10**9, memory_rate=8e12, peak=2250e12, link=NVLINK_5, reach=8,
+             host=8, network=INFINIBAND, source="NVIDIA's data sheet of the DGX B200, an eighth"),
     )
 }  # fmt: skip
 

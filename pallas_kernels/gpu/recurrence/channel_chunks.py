@@ -13,6 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu.products import Transposed
 from pallas_kernels.gpu.recurrence.channel_pairs import (
     HALVES,
     SINCE_KEYS,
@@ -112,8 +113,8 @@ def run_channel_chunks(
         def halves(operand):
             return [operand.at[half] for half in HALVES]
 
-        def turned(operand):
-            return [half.T for half in halves(operand)]
+        def transposed(operand):
+            return [Transposed(half) for half in halves(operand)]
 
         def update():
             fetch_gain_squares = fetch(SQUARES, "gain_squares", gain_ready, pl.ds(0, CHUNK))
@@ -139,13 +140,13 @@ def run_channel_chunks(
                 # Beside the product, as `delta_chunks` gives it, 13.5's ptxas would spill.
                 give(held, located().handed.state, signals.state_ready, signals.state_free, chunk)
                 plgpu.barrier_wait(since_ready)
-                found = multiply(interpret, SQUARE, *pair_halves(held, turned(located().since_keys)))
+                found = multiply(interpret, SQUARE, *pair_halves(held, transposed(located().since_keys)))
                 plgpu.barrier_wait(values_ready)
                 lacks = halve(interpret, load_values(located().values, chunk.count) - found)
                 plgpu.commit_smem()
                 following(fetch_since)
                 plgpu.barrier_wait(gain_ready)
-                pairs = pair_halves(lacks, turned(located().gain_squares))
+                pairs = pair_halves(lacks, transposed(located().gain_squares))
                 gains = halve(interpret, multiply(interpret, SQUARE, *pairs))
 
                 def give_gains():
@@ -175,13 +176,14 @@ def run_channel_chunks(
             def run_chunk(chunk, following):
                 plgpu.barrier_wait(queries_ready)
                 plgpu.barrier_wait(signals.state_ready)
-                y = multiply(interpret, SQUARE, *pair_halves(located().handed.state, turned(located().since_queries)))
+                pairs = pair_halves(located().handed.state, transposed(located().since_queries))
+                y = multiply(interpret, SQUARE, *pairs)
                 plgpu.barrier_arrive(signals.state_free)
                 plgpu.commit_smem()
                 following(fetch_queries)
                 plgpu.barrier_wait(output_ready)
                 plgpu.barrier_wait(signals.gains_ready)
-                pairs = pair_halves(located().handed.gains, turned(located().output_squares))
+                pairs = pair_halves(located().handed.gains, transposed(located().output_squares))
                 y = y + multiply(interpret, SQUARE, *pairs)
                 plgpu.barrier_arrive(signals.gains_free)
                 await_outputs()

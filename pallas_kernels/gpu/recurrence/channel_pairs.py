@@ -19,6 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu.products import Transposed
 from pallas_kernels.gpu.recurrence.chunk_steps import (
     CHUNK,
     COLUMN,
@@ -168,12 +169,12 @@ def relate_channels(arrays: dict[str, jax.Array], chunks: jax.Array, interpret: 
                 decay, decayed = jnp.exp2(sums), locate_decayed(piece)
                 put(interpret, load(1, piece) * (jnp.exp2(-sums) if is_inner else decay), decayed)
                 plgpu.commit_smem()
-                turned = [half.T for half in decayed]
+                transposed = [Transposed(half) for half in decayed]
                 see = (
                     halve(interpret, load(0, piece) * decay),
                     (halve(interpret, load(1, piece) * decay) if is_inner else decayed),
                 )
-                return add_products(interpret, found, *(pair_halves(x, turned) for x in see))
+                return add_products(interpret, found, *(pair_halves(x, transposed) for x in see))
 
             found, is_seen = each_piece(relate_piece, (full(SQUARE, 0.0, LAYOUT),) * 2), find_between(seen)
             return tuple(jnp.where(is_seen, *pair) for pair in zip(found, squares, strict=True))

@@ -8,7 +8,7 @@ tokens: what stands in the others' places is selected away, never multiplied by 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu import products
+from pallas_kernels.gpu.products import Pair
 from pallas_kernels.gpu.recurrence.rows import (
     BEGIN,
     BEGINS,
@@ -39,7 +41,6 @@ from pallas_kernels.gpu.tiles import (
     InterpretParams,
     anew,
     full,
-    probe,
     store,
 )
 
@@ -157,55 +158,28 @@ def lay_out(source: Any, target: Any, count: jax.Array) -> None:
         target.at[:, piece][...] = load_tokens(source.at[nth], count)
 
 
-def multiply(interpret: InterpretParams, shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
-    """Returns the sum of products of operands, the first ones in shared memory or in registers."""
+def multiply(interpret: InterpretParams, shape: tuple[int, int], *pairs: Pair) -> jax.Array:
+    """Returns the sum of products of operands' pairs."""
     return multiply_while(lambda: None, interpret, shape, *pairs)[0]
 
 
 def multiply_while(
-    meanwhile: Callable[[], Any], interpret: InterpretParams, shape: tuple[int, int], *pairs: tuple[Any, Any]
+    meanwhile: Callable[[], Any], interpret: InterpretParams, shape: tuple[int, int], *pairs: Pair
 ) -> tuple[jax.Array, Any]:
-    """Returns the sum of products of operands, and what is computed while the matrix unit is at them."""
-    for pair in pairs:
-        probe(interpret, *pair)
-    if interpret is not None:
-        return _sum_interpreted(pairs), meanwhile()
+    """Returns the sum of products, and what is computed while the matrix unit is at them.
 
-    def sum_products(acc_ref):
-        for a, b in pairs:
-            plgpu.wgmma(acc_ref, a, b)
-        made = meanwhile()
-        return acc_ref[...], made
-
-    total, made = pl.run_scoped(sum_products, plgpu.ACC(shape, jnp.float32))
-    # Or LLVM would put a first step of what follows, a change of sign, before the wait; and an assembler that sees one
-    # there waits for each of the products.
+    LLVM would put a first step of what follows, a change of sign, before the wait; and an assembler that sees one there
+    waits for each of the products. So what follows begins `anew`.
+    """
+    total, made = products.multiply_while(meanwhile, interpret, shape, *pairs)
     return anew(total), made
 
 
-def _sum_interpreted(pairs: Sequence[tuple[Any, Any]]) -> jax.Array:
-    """Returns the sum of products as the interpreter computes it, which has none of what lies in registers."""
-    return sum(jnp.dot(*(x[...].astype(jnp.float32) for x in pair)) for pair in pairs)
-
-
 def add_products(
-    interpret: InterpretParams, totals: tuple[jax.Array, ...], *sums: tuple[tuple[Any, Any], ...]
+    interpret: InterpretParams, totals: tuple[jax.Array, ...], *sums: tuple[Pair, ...]
 ) -> tuple[jax.Array, ...]:
-    """Returns totals to each of which the matrix unit has added, in its registers, a sum of products: operands' pairs.
-
-    All are waited for at once.
-    """
-    for pair in (pair for pairs in sums for pair in pairs):
-        probe(interpret, *pair)
-    if interpret is not None:
-        return tuple(total + _sum_interpreted(pairs) for total, pairs in zip(totals, sums, strict=True))
-
-    def add(acc_refs):
-        for acc_ref, pairs in zip(acc_refs, sums, strict=True):
-            for a, b in pairs:
-                plgpu.wgmma(acc_ref, a, b)
-
-    return anew(pl.run_state(add)(tuple(plgpu.ACC.init(total) for total in totals)))
+    """Returns totals, to each of which a sum of products is added. All are waited for at once."""
+    return anew(products.accumulate_all(interpret, totals, *sums))
 
 
 def write_tokens(target: Any, out_s: Any, token: jax.Array, count: jax.Array) -> None:

@@ -14,6 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu.products import Transposed
 from pallas_kernels.gpu.recurrence.chunk_steps import (
     CHUNK,
     COLUMN,
@@ -94,8 +95,8 @@ def run_delta_chunks(
         def number(chunk):
             return given["first_chunks"][chunk.row] + chunk.number
 
-        def turned(squares):
-            return [squares.at[half].T for half in (0, 1)]
+        def transposed(squares):
+            return [Transposed(squares.at[half]) for half in (0, 1)]
 
         def since(ref):
             return columns(plgpu.load(ref, layout=COLUMN), SQUARE)
@@ -124,13 +125,13 @@ def run_delta_chunks(
                     give(held, located().handed.state, signals.state_ready, signals.state_free, chunk)
 
                 plgpu.barrier_wait(ready)
-                found, _ = multiply_while(give_state, interpret, SQUARE, *((half, k_s.T) for half in held))
+                found, _ = multiply_while(give_state, interpret, SQUARE, *((half, Transposed(k_s)) for half in held))
                 found, whole = found * jnp.exp(since(sums_s.at[slot])), sums_s[slot, CHUNK - 1]
                 lacks = halve(interpret, load_values(located().values, chunk.count) - found)
                 plgpu.commit_smem()
                 following(fetch_tokens)
                 plgpu.barrier_wait(gain_ready)
-                gains = multiply(interpret, SQUARE, *pair_halves(lacks, turned(located().gain_squares)))
+                gains = multiply(interpret, SQUARE, *pair_halves(lacks, transposed(located().gain_squares)))
                 # What each token's gain is worth to the state at the chunk's end.
                 worth = halve(interpret, gains * jnp.exp(whole - since(sums_s.at[slot])))
                 k_s = located().keys.at[slot]
@@ -165,14 +166,14 @@ def run_delta_chunks(
                 plgpu.barrier_wait(queries_ready)
                 plgpu.barrier_wait(signals.state_ready)
                 q_s = located().queries
-                y = multiply(interpret, SQUARE, *((half, q_s.T) for half in located().handed.state))
+                y = multiply(interpret, SQUARE, *((half, Transposed(q_s)) for half in located().handed.state))
                 plgpu.barrier_arrive(signals.state_free)
                 y = y * jnp.exp(since(writer_sums_s))
                 plgpu.commit_smem()
                 following(fetch_queries)
                 plgpu.barrier_wait(output_ready)
                 plgpu.barrier_wait(signals.gains_ready)
-                squares = turned(located().output_squares)
+                squares = transposed(located().output_squares)
                 y = y + multiply(interpret, SQUARE, *pair_halves(located().handed.gains, squares))
                 plgpu.barrier_arrive(signals.gains_free)
                 await_outputs()

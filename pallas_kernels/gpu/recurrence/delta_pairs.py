@@ -13,6 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu.products import Transposed
 from pallas_kernels.gpu.recurrence.chunk_steps import (
     CHUNK,
     COLUMN,
@@ -111,11 +112,11 @@ def relate_tokens(arrays: dict[str, jax.Array], chunks: jax.Array, interpret: In
             for source, target in zip(tiles, (out.queries, out.keys), strict=True):
                 plgpu.copy_smem_to_gmem(source, target.at[nth, key_head])
 
-        write(decay(multiply(interpret, SQUARE, (q_s, k_s.T))), 2)
+        write(decay(multiply(interpret, SQUARE, (q_s, Transposed(k_s)))), 2)
         beta, beta_across = (
             load_numbers(given["beta"].at[head], anew(token), anew(count), layout) for layout in (ROW, COLUMN)
         )
-        lower = decay(multiply(interpret, SQUARE, (k_s, k_s.T))) * lines(beta, SQUARE)
+        lower = decay(multiply(interpret, SQUARE, (k_s, Transposed(k_s)))) * lines(beta, SQUARE)
         await_outputs()  # other squares take their place
         inverse = invert_triangle(lower, located, zero_s, interpret)
         write(inverse * columns(beta_across, SQUARE), 0)

@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu.products import Transposed
 from pallas_kernels.gpu.recurrence.chunk_steps import (
     CHUNK,
     COLUMN,
@@ -169,11 +170,11 @@ def run_space_chunks(
                 plgpu.commit_smem()
                 following(fetch)
                 plgpu.barrier_wait(state_ready)
-                y = multiply(interpret, SQUARE, *((c_s, half.T) for half in located().state))
+                y = multiply(interpret, SQUARE, *((c_s, Transposed(half)) for half in located().state))
                 plgpu.barrier_arrive(state_free)
                 y = y * lines(jnp.exp(since), y.shape)
                 x_s, b_s = located().x.at[slot], located().b.at[slot]
-                weights = multiply(interpret, SQUARE, (c_s, b_s.T)) * columns(steps_across, SQUARE)
+                weights = multiply(interpret, SQUARE, (c_s, Transposed(b_s))) * columns(steps_across, SQUARE)
                 since_across = plgpu.load(sums_s, layout=COLUMN)
                 weights = weights * jnp.exp(lines(since, SQUARE) - columns(since_across, SQUARE))
                 put(interpret, jnp.where(see_tokens(own_zero_s), weights, 0.0), located().weights)

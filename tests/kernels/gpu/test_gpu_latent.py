@@ -108,8 +108,8 @@ MISTAKES = {
         {"wrong"},
         Plant(
             "split",
-            "for columns, part_s in q_parts(q_s):\n    plgpu.wgmma(acc_ref, part_s, keys.at[:, columns].T)",
-            "for columns, part_s in q_parts(q_s)[:2]:\n    plgpu.wgmma(acc_ref, part_s, keys.at[:, columns].T)",
+            "[(part_s, Transposed(keys.at[:, columns])) for columns, part_s in q_parts(q_s)]",
+            "[(part_s, Transposed(keys.at[:, columns])) for columns, part_s in q_parts(q_s)[:2]]",
         ),
     ),
     "the first tile of heads for all": (
@@ -136,8 +136,9 @@ MISTAKES = {
         {"wrong"},
         Plant(
             "split",
-            "[accumulate(interpret, x, p_s, values.at[:, span]) for x, span in zip(scaled(parts), spans, strict=True)]",
-            "[accumulate(interpret, x, p_s, values.at[:, span]) for x, span in zip(parts, spans, strict=True)]",
+            "[accumulate(interpret, x, (p_s, values.at[:, span]))\n"
+            "for x, span in zip(scaled(parts), spans, strict=True)]",
+            "[accumulate(interpret, x, (p_s, values.at[:, span])) for x, span in zip(parts, spans, strict=True)]",
         ),
     ),
     "a sink for who sees nothing": (

@@ -13,7 +13,7 @@ from nightly import NIGHTLY
 
 from pallas_kernels import gpu, testing
 from pallas_kernels.common.batch import bundle_call
-from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu import chips, tuning
 from pallas_kernels.gpu.tiles import Tile
 
 # By day the ends and what is odd of each axis; most of what lies between, tests/compile/test_gpu_compile.py compiles.
@@ -97,6 +97,24 @@ DEFAULTS = dict(
 def test_odd_and_wide_heads_lower(asked):
     """What neither interpreter refuses: copies of parts of tiles, and layouts that an older JAX does not find."""
     lower(**DEFAULTS | asked)
+
+
+BY_WARPS = {
+    "decode": {},
+    "prefill": {"tokens": 40},
+    "odd heads": {"head_dim": 96, "group": 7, "tokens": 40, "dtype": jnp.float16, "window": 100, "sinks": True},
+    "latent rows": {"head_dim": 136, "rank": 128, "scale": 0.1, "tokens": 40},
+}
+
+
+@pytest.mark.parametrize("name", BY_WARPS)
+def test_products_by_warps_lower(name, monkeypatch):
+    """As on Blackwell; of a head_dim of 256 and with less shared memory the consumers divide columns."""
+    monkeypatch.setattr(chips, "find_chip", lambda: chips.GpuChip("NVIDIA B200", 148, "10.0"))
+    lower(**DEFAULTS | BY_WARPS[name])
+    if "rank" not in BY_WARPS[name]:
+        monkeypatch.setattr(chips, "find_chip", lambda: chips.GpuChip("NVIDIA GeForce RTX 5090", 170, "12.0"))
+        lower(**DEFAULTS | BY_WARPS[name] | {"head_dim": 256})
 
 
 def test_vmap_lowers():

@@ -253,8 +253,8 @@ MISTAKES = {
         {"barrier"},
         Plant(
             "attend",
-            "await_turn()\nacc = accumulate(interpret, acc, weights, values)",
-            "acc = accumulate(interpret, acc, weights, values)",
+            "await_turn()\nacc = accumulate(interpret, acc, (weights, values))",
+            "acc = accumulate(interpret, acc, (weights, values))",
         ),
     ),
     "prefill, ahead: V's slot released before the product": (

@@ -10,7 +10,7 @@ import jaxkv
 import pallas_kernels
 from jaxkv._cli.plan.chips import reads_groups
 from pallas_kernels.common.quantization import FORMATS
-from pallas_kernels.gpu import support
+from pallas_kernels.gpu import chips
 
 
 def arguments(
@@ -168,9 +168,20 @@ def test_write_is_left_to_xla():
     assert choice.implementation == "xla"
 
 
-@pytest.mark.parametrize(("capability", "chosen"), [("8.0", "xla"), ("9.0", "gpu"), ("10.0", "xla")])
-def test_only_hopper(capability, chosen, monkeypatch):
-    monkeypatch.setattr(support, "_capability", lambda: capability)
+@pytest.mark.parametrize(
+    ("capability", "chosen"),
+    [
+        ("8.0", "xla"),
+        ("8.9", "xla"),
+        ("9.0", "gpu"),
+        ("10.0", "gpu"),
+        ("10.3", "gpu"),
+        ("12.0", "gpu"),
+        ("13.0", "xla"),
+    ],
+)
+def test_chips(capability, chosen, monkeypatch):
+    monkeypatch.setattr(chips, "find_chip", lambda: chips.GpuChip("some GPU", 100, capability))
     choice = pallas_kernels.explain(platform="cuda", **arguments())
     assert choice.implementation == chosen
     assert chosen == "gpu" or capability in choice.reason

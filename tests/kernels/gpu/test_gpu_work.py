@@ -15,7 +15,7 @@ from planting import Plant
 from trials import DECODE, PREFILL
 
 from pallas_kernels.common.masks import WindowMask
-from pallas_kernels.gpu import tuning, work_items as work
+from pallas_kernels.gpu import chips, tuning, work_items as work
 
 make_prefill_items = functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))(work.prefill_items)
 
@@ -265,16 +265,43 @@ def test_prefill_goes_ahead_where_a_chip_was_faster_so(head_dim, block_size, ahe
     assert tuning.prefill_plan(head_dim, block_size).ahead == ahead
 
 
+def at_hand(monkeypatch, kind, count, capability="9.0"):
+    device = types.SimpleNamespace(device_kind=kind, core_count=count, compute_capability=capability)
+    monkeypatch.setattr(chips.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(chips.jax, "devices", lambda: [device])
+
+
 def test_plans_go_by_the_multiprocessors_of_the_chip_at_hand(monkeypatch):
     """An H20 has 78; what was tuned for an H200 of the same name and another count is not for it."""
-    device = types.SimpleNamespace(device_kind="NVIDIA H20", core_count=78)
-    monkeypatch.setattr(tuning.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(tuning.jax, "devices", lambda: [device])
+    at_hand(monkeypatch, "NVIDIA H20", 78)
     tuned = tuning.DecodePlan(tuning.Tile(tokens=128, stages=2), num_blocks=78)
-    monkeypatch.setitem(tuning.TUNED_DECODE, (("NVIDIA H20", 132), 128, 8), tuned)
+    monkeypatch.setitem(tuning.TUNED_DECODE, (chips.GpuChip("NVIDIA H20", 132), 128, 8), tuned)
     assert tuning.decode_plan(128, 8).num_blocks == 2 * 78 and tuning.merge_blocks() == 4 * 78
-    monkeypatch.setitem(tuning.TUNED_DECODE, (("NVIDIA H20", 78), 128, 8), tuned)
+    monkeypatch.setitem(tuning.TUNED_DECODE, (chips.GpuChip("NVIDIA H20", 78), 128, 8), tuned)
     assert tuning.decode_plan(128, 8) is tuned
+
+
+DESCRIBED = {
+    "NVIDIA H100 80GB HBM3": "9.0", "NVIDIA B200": "10.0", "NVIDIA GB300": "10.3", "NVIDIA GeForce RTX 5090": "12.0",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "12.0", "NVIDIA GB10": "12.1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_a_mesh_says_what_chip_a_program_is_for(name, monkeypatch):
+    """A description of a chip has no capability: its name does. Of the chip at hand the device says it."""
+    device = types.SimpleNamespace(device_kind=name, num_cores=100, platform="gpu")
+    monkeypatch.setattr(chips.jax.sharding, "get_abstract_mesh", lambda: types.SimpleNamespace(abstract_device=device))
+    assert chips.find_chip() == chips.GpuChip(name, 100, DESCRIBED[name])
+    at_hand(monkeypatch, name, 99, "13.0")
+    assert chips.find_chip() == chips.GpuChip(name, 99, "13.0")
+
+
+def test_an_h200_where_there_is_no_gpu(monkeypatch):
+    assert chips.find_chip() == chips.H200
+    device = types.SimpleNamespace(device_kind="TPU v5e", num_cores=1, platform="tpu")
+    monkeypatch.setattr(chips.jax.sharding, "get_abstract_mesh", lambda: types.SimpleNamespace(abstract_device=device))
+    assert chips.find_chip() == chips.H200
 
 
 # By name: the trial, how it may end, and what is planted.
