@@ -130,10 +130,9 @@ class TextStops:
         return self._count_tokens(at), stop
 
     def count_safe(self, output: list[int]) -> int:
-        """Returns how many tokens can be shown: the text of the others may be the beginning of a stop string."""
-        text = self._text(output)
-        safe = len(self.show(text))
-        return len(output) if safe == len(text) else self._count_tokens(safe)
+        """Returns how many tokens can be shown: the text of the others may be the beginning of a stop string, and so
+        may a character be that the last ones only begin."""
+        return self._count_tokens(len(self.show(self._text(output)))) if self.stops else len(output)
 
     def show(self, text: str) -> str:
         """Returns what of a text can be shown: the rest may be the beginning of a stop string."""

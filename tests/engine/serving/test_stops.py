@@ -93,6 +93,31 @@ def test_a_stop_string_that_ends_within_a_token(model, lone):
             assert request.text == text[: 9 if is_kept else 6] and request.tokens == output[: 5 if is_kept else 3]
 
 
+class Halves(Letters):
+    """A tokenizer of which two tokens are a letter, as bytes are of one beyond ASCII."""
+
+    def decode(self, tokens, special=False):
+        whole = len(tokens) // 2
+        letters = super().decode([tokens[2 * i] + 3 * tokens[2 * i + 1] for i in range(whole)])
+        return letters + "\N{REPLACEMENT CHARACTER}" * (len(tokens) % 2)
+
+    def stream(self, prompt=()):
+        return super().stream()
+
+
+def test_half_a_letter_is_no_half_of_a_stop_string(model, lone):
+    """It is handed out once it is known whether the stop begins with its letter."""
+    output, halves = lone(PROMPT, COUNT), Halves()
+    text = halves.decode(output)
+    with jaxkv.Engine(model, **SIZES) as engine:
+        for stop in (text[0], text[2], text[1:3], "?"):
+            handed = []
+            request = engine.submit(PROMPT, COUNT, stop=stop, tokenizer=halves, on_token=lambda _, t: handed.append(t))  # noqa: B023
+            end = 2 * text.index(stop) if stop in text else COUNT
+            assert list(request) == request.tokens == output[:end] and handed == [*output[:end], None]
+            assert request.text == text[: end // 2]
+
+
 def test_stops_survive_an_interrupted_call():
     """What was not looked at the first time is the second time."""
     stops = IdStops([(1, 2), (2, 3)])
