@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from gpu_book import TRYING, Book
-from gpu_plans import FORMS, use_form
+from gpu_plans import BY_WARPS, FORMS, use_form
 from gpu_states import check_chunks, check_states
 
 from pallas_kernels import gpu, testing, xla
@@ -30,6 +30,7 @@ KERNELS = {  # what a kind of case starts, the simplest first: the first to hang
     "latent": "paged_latent_decode and paged_decode_merge",
     "latent mixed": "paged_latent_prefill, paged_latent_decode and paged_decode_merge",
     **{form: f"paged_prefill in the form {form}" for form in FORMS},
+    BY_WARPS: "paged_prefill, paged_decode_split and paged_decode_merge with products by warps",
     "states": "gated_delta_rule and state_space",
     "chunks of states": "channel_chunks, delta_chunks, space_chunks, and what runs before and beside them",
 }

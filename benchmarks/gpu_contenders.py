@@ -16,6 +16,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from gpu_plans import BY_WARPS, use_form
 from gpu_timing import Contender
 from gpu_work import Model, Point, Rivals, inputs
 
@@ -52,8 +53,12 @@ def compile_calls(attend: Callable, count: int, q, pools, *rest):
     return jax.jit(calls).lower(q, pools, *rest).compile()
 
 
-def ours(point: Point, interpret=None) -> Callable:
-    def attend(q, pool, tables, lengths, new):
+def ours(point: Point, interpret=None, form: str | None = None) -> Callable:
+    def attend(*arrays):
+        with use_form(form):
+            return attend_as_it_is(*arrays)
+
+    def attend_as_it_is(q, pool, tables, lengths, new):
         kv, options = (pool, {}) if point.kind is None else (pool[0], {"kv_scale": pool[1], "kind": point.kind})
         if point.rank is None:
             return testing.run(gpu.paged_attention, q, kv, tables, lengths, new, **options, interpret=interpret)
@@ -194,6 +199,8 @@ def contenders(point: Point, who: Rivals, interpret=None) -> Iterator[tuple[str,
 
     step = "tables", "lengths", "new"
     yield "ours", against(ours(point, interpret), pools, *step)
+    if who == "all":
+        yield "ours by warps", against(ours(point, interpret, BY_WARPS), pools, *step)
     if point.rank is not None:
         yield "xla", against(latent(point, functools.partial(testing.run, xla.paged_attention)), pools, *step)
     if who == "none" or point.rank is not None or point.kind is not None or point.chunk:

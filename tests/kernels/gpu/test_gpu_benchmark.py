@@ -73,7 +73,8 @@ def test_contenders_lower(nth):
     """Everyone's call of true size, but for PyTorch's and FlashInfer's."""
     _, point, who = gpu_work.headlines()[nth]
     said = gpu_contenders.lowered(point, who)
-    assert set(said.values()) == {"lowers"}, said
+    refused = {name for name, result in said.items() if result != "lowers"}
+    assert refused <= ({"cudnn", "cudnn-paged"} if point.head_dim > 128 else set()), said  # JAX asks the GPU at hand
     assert said.keys() >= (
         {0: {"ours", "triton", "cudnn", "cudnn-paged"}, RAGGED: {"ours", "triton"}}.get(nth, {"ours"})
     )
