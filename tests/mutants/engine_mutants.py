@@ -28,6 +28,10 @@ MUTANTS = {
         "test_a_hook_has_all_tokens_of_a_row_that_comes_back",
         Plant("CacheManager._release", "(None, 0, {}, False)", "(None, 0, {}, sequence.is_noted)"),
     ),
+    "a row draws as the request that had it before": (
+        "test_a_requests_draws_are_its_own",
+        Plant("ModelRunner.send", "not sequence.is_noted", "not (sequence.is_noted or self._fields[PROMPT, row])"),
+    ),
     "requests are lost with a call": (
         "test_every_line_of_one_step_and_of_leaving_a_stream",
         Plant(

@@ -96,7 +96,7 @@ def lead(engine, path, requests, saved_every):
 def list_moves(engine):
     """The collectives of a decode step of an engine, as XLA compiles it."""
     runner, cache_manager = engine._cores[0].runner, engine._cores[0].cache_manager
-    rows = runner._rows(None)
+    rows = runner._rows()
     program = runner._program.lower(
         cache_manager.device.leaves, runner.leaves, runner._memory, rows, None, None, variant=StepVariant("greedy", 0)
     )

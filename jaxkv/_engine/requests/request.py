@@ -191,15 +191,17 @@ class Request:
     @property
     def done(self) -> bool:
         """Tells whether no more tokens will come; `ended` says why."""
-        return self.ended is not None
+        if self._samples:
+            return all(sample.done for sample in self._samples)
+        return self.stopped is not None or 0 < self.limit <= len(self.output)
 
     @property
     def ended(self) -> Literal["eos", "stop", "cancelled", "error", "length"] | None:
         """Why it ended: a stop token, a stop sequence, `cancel`, an `error`, or the limit of tokens asked for or that
         fit. None: it goes on. With several samples: the first one's reason, once all have ended."""
-        if self._samples:
-            return self.samples[0].ended if all(sample.ended for sample in self.samples) else None
-        return self.stopped or ("length" if 0 < self.limit <= len(self.output) else None)
+        if not self.done:
+            return None
+        return self._samples[0].ended if self._samples else self.stopped or "length"
 
     @property
     def stop_token(self) -> int | None:

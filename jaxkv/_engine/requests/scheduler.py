@@ -33,7 +33,7 @@ class Sequence:
     unread: int = 0  # tokens after these, chosen on the device
     row: int | None = None
     cached: int = 0  # leading tokens whose keys and values are in the cache
-    is_noted: bool = False  # its row's tokens are on the device for a logits hook, since it has the row
+    is_noted: bool = False  # the model runner has noted what its row has, since it has the row
     guesses: list[int] = dataclasses.field(default_factory=list)  # draft tokens, to be verified behind one given
     parents: list[int] = dataclasses.field(default_factory=list)  # the draft token that each follows; -1: the sequence
     host: Any = None  # its blocks while it has no row: `HostBlocks`, or a function that fetches them
@@ -64,7 +64,7 @@ class Sequence:
     @property
     def pending(self) -> int:
         """Tokens yet to be computed: one when decoding, more before that."""
-        return self.length - self.cached
+        return len(self.tokens) + self.unread - self.cached
 
     @property
     def needs_scores(self) -> bool:
@@ -76,6 +76,9 @@ class Sequence:
     def order(self) -> tuple[int, int]:
         """Its key in the order of service: the lower is served first."""
         return self.priority, self.arrival or 0
+
+
+_order = operator.attrgetter("order")
 
 
 class ScheduledStep:
@@ -194,7 +197,7 @@ class Scheduler:
         """Adds prompt tokens to a step, in the order of a key, until it has `most` tokens."""
         if step.num_tokens >= most:
             return
-        prompts = [s for s in self.running if s.pending > max(1, step.counts.get(s, 0))]
+        prompts = [s for s in self.running if s.pending > 1 and s.pending > step.counts.get(s, 0)]
         for sequence in sorted([*prompts, *self.waiting.first()], key=key):
             if step.num_tokens >= most:
                 break
@@ -348,10 +351,6 @@ class Scheduler:
 
 def _fits(blocks: list[int], available: list[int]) -> bool:
     return all(map(operator.le, blocks, available))
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
 
 
 def _order_by_size(sequence: Sequence, share: int) -> tuple[int, int, int | None]:

@@ -261,7 +261,9 @@ class CacheManager:
 
     def until(self, sequence: Sequence) -> float:
         """Returns the tokens that can be computed before its row must evict."""
-        point = min(self.holdings.next_point(sequence.prompt, sequence.cached), self.states.next_point(sequence))
+        point = self.holdings.next_point(sequence.prompt, sequence.cached)
+        if sequence.points:
+            point = min(point, self.states.next_point(sequence))
         return point - sequence.cached
 
     # Sequences.

@@ -281,9 +281,10 @@ class EngineCore:
     def _send(self) -> list[Sequence] | None:
         """Sends a step. Returns the sequences that get tokens by it; None: there was no step to send."""
         scheduler, cache_manager = self.scheduler, self.cache_manager
-        for sequence in scheduler.running:
-            cache_manager.keep_states(sequence)
-        cache_manager.states.note_partings(scheduler.running, scheduler.waiting.first())
+        if cache_manager.states.is_needed:
+            for sequence in scheduler.running:
+                cache_manager.keep_states(sequence)
+            cache_manager.states.note_partings(scheduler.running, scheduler.waiting.first())
         self._guess()
         try:
             step = scheduler.plan(certain=not self.runner.flights)

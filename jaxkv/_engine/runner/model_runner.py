@@ -32,7 +32,7 @@ from jaxkv._engine.programs.step_rows import (
     new_memory,
     note_tokens,
 )
-from jaxkv._engine.requests.hook_args import Form, HookArgs
+from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.requests.request import RequestParams
 from jaxkv._engine.requests.sampling import KINDS, Kind
 from jaxkv._engine.requests.scheduler import ScheduledStep, Sequence
@@ -105,6 +105,8 @@ class ModelRunner:
         queries = self._remembered.zeros()
         memory = new_memory(config.max_seqs, config.max_seq_len, self.hook, queries)
         self._memory = put_replicated(memory, self.cache_manager.device.place)  # where steps return it, too
+        self._fields = np.zeros((NUM_FIELDS, config.max_seqs), np.int32)  # of rows, see `_note`
+        self._fields[TOKEN] = FROM_DEVICE
         self._idle_since = 0.0  # when the device was seen to finish
 
     def close(self) -> None:
@@ -157,36 +159,40 @@ class ModelRunner:
         cache_manager.make_room(step.blocks)
         work = [(s, s.row, n) for s, n in step.counts.items() if s.row is not None]
         work.sort(key=lambda item: item[1])  # packed tokens come row by row
-        form = self.hook_args.form
-        rows = self._rows(form)
-        is_decode = (steps > 1 or step.is_decode) and not any(_is_scored(s) for s, _, _ in work)
+        to_score = [s for s, _, _ in work if _is_scored(s)]
+        is_decode = (steps > 1 or step.is_decode) and not to_score
         scored: list[tuple[Any, int, int, int]] = []
         tokens: list[int] = []
         parents: list[int] = []  # parent of each token, counted from its row's first
+        # Of each row. Lists, for numpy takes longer for one number than for a list.
+        size = cache_manager.config.max_seqs
+        counts, is_due, next_tokens, num_guesses = [0] * size, [False] * size, [FROM_DEVICE] * size, [0] * size
         for sequence, row, count in work:
-            end = min(sequence.cached + count, sequence.length)
+            if not sequence.is_noted:
+                self._note(sequence, row)
+            length = sequence.length
+            end = min(sequence.cached + count, length)
             given = sequence.tokens[sequence.cached : end]
             given += [FROM_DEVICE] * (end - sequence.cached - len(given))
-            if guesses := sequence.guesses[: count - len(given)]:
-                rows[GUESSED, row] = len(guesses)
+            guesses = sequence.guesses[: count - len(given)]
             if self.guesses_trees:
                 parents += range(-1, len(given) - 1)
                 parents += [len(given) + parent for parent in sequence.parents[: len(guesses)]]
-            rows[:TOKEN, row] = count, end == sequence.length
-            rows[COLUMN, row] = sequence.request.column
-            rows[PROMPT, row], rows[ADAPTER, row] = sequence.prompt, sequence.adapter
-            if form is not None:
-                rows[NUM_FIELDS:, row] = form.pack(sequence.request.params.hook_args)
-            if _is_scored(sequence):
+            counts[row], is_due[row], num_guesses[row] = count, end == length, len(guesses)
+            if sequence in to_score:
                 scored.append((sequence.request, sequence.cached, len(given), len(tokens)))
             if is_decode:
-                rows[TOKEN, row] = given[0]
+                next_tokens[row] = given[0]
             else:
                 tokens += given
                 tokens += guesses
-            if self.hook is not None and not sequence.is_noted:
-                self._note(sequence, row)
-        has_guesses = self.draft_tokens > 0 and bool(rows[GUESSED].any())
+        form, rows = self.hook_args.form, self._rows()
+        rows[COUNT], rows[DUE], rows[TOKEN] = counts, is_due, next_tokens
+        if has_guesses := any(num_guesses):
+            rows[GUESSED] = num_guesses
+        if form is not None:
+            for sequence, row, _ in work:
+                rows[NUM_FIELDS:, row] = form.pack(sequence.request.params.hook_args)
         packed = targets = None
         prompt_count = 0
         if not is_decode:
@@ -213,8 +219,8 @@ class ModelRunner:
         began = time.perf_counter()
         shape = (packed is not None and packed.shape[-1], variant, targets is None)
         result = self._call(rows, packed, variant, targets)
-        own = rows[GUESSED] if verify else rows[COUNT] if is_decode else np.ones_like(rows[COUNT])
-        due = [(s, row, int(own[row])) for s, row, _ in work if rows[DUE, row]]
+        own = num_guesses if verify else counts if is_decode else [1] * size
+        due = [(s, row, own[row]) for s, row, _ in work if is_due[row]]
         is_first, width = shape not in self._shapes, max(steps, verify + 1)
         self.flights.append(
             InFlightStep(
@@ -278,7 +284,7 @@ class ModelRunner:
     def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...], steps: tuple[int, ...]) -> list[Any]:
         """Returns functions that compile the programs of all steps when called in order."""
         form = self.hook_args.form
-        rows = self._rows(form)
+        rows = self._rows()
         shapes = [(None, n) for n in steps] + [(np.zeros(size, np.int32), 1) for size in self.sizes]
         programs = [(*shape, 0) for shape in shapes]
         if self.draft_tokens:
@@ -315,17 +321,22 @@ class ModelRunner:
         model = jax.tree.unflatten(self.structure, self.leaves)
         return logits_at(model, tokens, cache, jnp.zeros(cache.config.max_seqs, jnp.int32))
 
-    def _rows(self, form: Form | None) -> np.ndarray:
+    def _rows(self) -> np.ndarray:
         """Returns the step's input for idle rows; a new array, since JAX may keep it."""
-        size = 0 if form is None else len(form.pack(None))
-        rows = np.zeros((NUM_FIELDS + size, self.cache_manager.config.max_seqs), np.int32)
-        rows[TOKEN] = FROM_DEVICE
-        return rows
+        form = self.hook_args.form
+        if form is None:
+            return self._fields.copy()
+        return np.concatenate([self._fields, np.zeros((len(form.pack(None)), self._fields.shape[1]), np.int32)])
 
     def _note(self, sequence: Sequence, row: int) -> None:
-        tokens = np.zeros(self.cache_manager.config.max_seq_len, np.int32)
-        tokens[: len(sequence.tokens)] = sequence.tokens
-        self._memory = note_tokens(self._memory, np.int32(row), tokens)
+        """Notes what is the same in all steps of a sequence while it has the row."""
+        fields = self._fields
+        fields[COLUMN, row] = sequence.request.column
+        fields[PROMPT, row], fields[ADAPTER, row] = sequence.prompt, sequence.adapter
+        if self.hook is not None:
+            tokens = np.zeros(self.cache_manager.config.max_seq_len, np.int32)
+            tokens[: len(sequence.tokens)] = sequence.tokens
+            self._memory = note_tokens(self._memory, np.int32(row), tokens)
         sequence.is_noted = True
 
 

@@ -34,8 +34,6 @@ class StateKeeper:
 
     def note_partings(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         """Has the prompts of sequences cut where those of waiting sequences, which begin alike, part from them."""
-        if not self.is_needed:
-            return
         prompts = [sequence for sequence in running if sequence.pending > 1]
         for sequence in waiting:
             for other in prompts:
