@@ -54,13 +54,17 @@ def replace_scalars(tokens: int, alone: int = 0, decoded: int = 0) -> None:
     pallas_call, chunks = pl.pallas_call, alone + -(-tokens // CHUNK)
     last = chunks - 1
     slots, none = Scalars(lambda i: i + 1), Scalars(lambda i: jnp.where(i == 9999, 1, -1))
+
+    def is_alone(chunk):  # never known beforehand, or the compiler leaves out what chunks of fewer tokens need
+        return (chunk < alone) | (chunk == 9999)
+
     scalars = ChunkScalars(
         Scalars(lambda i: jnp.where(i <= alone, i + 1, -2)),
         Scalars(lambda i: jnp.where((i < alone) | (i == last), i + 1, -2)),
         none,
         Scalars(lambda i: decoded + i + jnp.where(i > alone, (CHUNK - 1) * (i - alone), 0)),
-        Scalars(lambda i: jnp.where(i < alone, 1, jnp.where(i == last, tokens - (last - alone) * CHUNK, CHUNK))),
-        Scalars(lambda _: chunks), Scalars(lambda i: jnp.where(i == 9999, 0.5, 0.25), "float32"),
+        Scalars(lambda i: jnp.where(i == last, tokens - (last - alone) * CHUNK, jnp.where(is_alone(i), 1, CHUNK))),
+        Scalars(lambda _: chunks), None, Scalars(lambda i: jnp.where(i == 9999, 0.5, 0.25), "float32"),
     )  # fmt: skip
     items = StateItems(
         Scalars(lambda i: i), slots, slots, none, Scalars(lambda i: i * decoded), Scalars(lambda _: decoded)
@@ -69,7 +73,10 @@ def replace_scalars(tokens: int, alone: int = 0, decoded: int = 0) -> None:
     def call(body, *arguments, grid_spec, name, **options):
         told = scalars if name == "state_prefill" else items
         if name == "state_prefill":
-            object.__setattr__(grid_spec, "grid", (chunks + -(-(STAGES - 1) // grid_spec.grid[1]), grid_spec.grid[1]))
+            groups = grid_spec.grid[1]
+            object.__setattr__(grid_spec, "grid", (chunks + -(-(STAGES - 1) // groups), groups))
+            before = -(-(STAGES + 1) // groups)
+            told = told._replace(steady=Scalars(lambda i: jnp.where((i - before > alone) & (i + 1 < last), 1, 0)))
 
         def tell(spec: pl.BlockSpec) -> pl.BlockSpec:
             place = spec.index_map

@@ -21,6 +21,8 @@ ONE_ROW = dict(before=(3,), new=(70,), slots=(5,), to_slots=(6,), snapshots=(-1,
 SHORT = CHUNKS._replace(dtypes=("bfloat16", "float32"), heads=3)
 # A row begins behind one whose states leave.
 EMPTIED = CHUNKS._replace(before=(64, 0, 3, 70), new=(2, 70, 0, 60), snapshots=(-1, 3, -1, 8))
+# Of a row so long there is a step in which nothing is decided.
+LONG = CHUNKS._replace(**ONE_ROW | {"new": (8 * 64 - 3,)}, heads=2)
 OWN_KEYS = CHUNKS._replace(keys=4)  # two heads whose triangles lie side by side have not one key
 # Rows of one token go by the kernel of these, beside the others.
 MIXED = Mixing(

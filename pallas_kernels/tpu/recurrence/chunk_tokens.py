@@ -31,7 +31,8 @@ class ChunkTokens(NamedTuple):
     y: Any = None  # as v: the outputs
 
 
-FIRST, LAST = ("q", "k", "gates", "numbers"), ("v",)  # what the first stage reads, and what the last one does
+# What the first stage reads, what the last one does, and what it writes.
+FIRST, LAST, OUTPUTS = ("q", "k", "gates", "numbers"), ("v",), ("y",)
 
 
 def divide_heads(x: jax.Array, size: int) -> jax.Array:
@@ -116,27 +117,22 @@ class Transport:
         lines = [x if to is None else HeadLines(x, to) for x, to in zip(found, self.lines, strict=True)]
         return ChunkTokens(*lines)
 
-    def fetch(self, do: str, names: tuple[str, ...], item: tuple[Any, Any], number: Any) -> None:
-        """Starts or awaits the copies for an item's stage, if there is such an item."""
+    def move(self, do: str, names: tuple[str, ...], item: tuple[Any, Any], number: Any) -> None:
+        """Starts or awaits the copies for an item's stage, or of its outputs, if there is such an item."""
 
         @pl.when(self.has(item))
         def _():
-            for name in names:
-                if getattr(self.buffers, name) is not None:
-                    far, near = self._places(name, item, number)
-                    getattr(pltpu.make_async_copy(far, near, self.moved.at[int(names == LAST), number & 1]), do)()
+            for copy in self._copies(names, item, number, self.counts[item[0]]):
+                getattr(copy, do)()
 
-    def send(self, do: str, item: tuple[Any, Any], number: Any) -> None:
-        """Starts or awaits the copy of an item's outputs, if there is such an item."""
-
-        @pl.when(self.has(item))
-        def _():
-            far, near = self._places("y", item, number)
-            getattr(pltpu.make_async_copy(near, far, self.moved.at[2, number & 1]), do)()
+    def await_whole(self, names: tuple[str, ...], item: tuple[Any, Any], number: Any) -> None:
+        """Awaits the copies of an item that is there, and whose chunk is whole: nothing is left to decide."""
+        for copy in self._copies(names, item, number, CHUNK):
+            copy.wait()
 
     def bring(self, names: tuple[str, ...], item: tuple[Any, Any], number: Any) -> None:
         """Awaits an item's tokens, and makes 0 those that its chunk has not."""
-        self.fetch("wait", names, item, number)
+        self.move("wait", names, item, number)
         count = self.counts[jnp.clip(item[0], 0, self.total[0] - 1)]
 
         @pl.when(self.has(item) & (count < CHUNK))
@@ -149,13 +145,19 @@ class Transport:
 
             lax.fori_loop(count, CHUNK, clear, None)
 
-    def _places(self, name: str, item: tuple[Any, Any], number: Any) -> tuple[Any, Any]:
+    def _copies(self, names: tuple[str, ...], item: tuple[Any, Any], number: Any, count: Any) -> list[Any]:
+        """Returns the copies of so many tokens of an item."""
+        moved = self.moved.at[(FIRST, LAST, OUTPUTS).index(names), number & 1]
+        places = [self._places(x, item, number, count) for x in names if getattr(self.buffers, x) is not None]
+        return [pltpu.make_async_copy(*(reversed(x) if names == OUTPUTS else x), moved) for x in places]
+
+    def _places(self, name: str, item: tuple[Any, Any], number: Any, count: Any) -> tuple[Any, Any]:
         """Returns references to an item's tokens in HBM and in vector memory."""
         (chunk, group), array, buffer = item, getattr(self.arrays, name), getattr(self.buffers, name)
         held, is_divided = buffer.shape[2], array.shape[0] > self.num_tokens
         parts = array.shape[0] * array.shape[1] // (self.num_tokens * held)
         part = divide(group, self.groups // parts)
-        begin, count = self.begins[chunk], self.counts[chunk]
+        begin = self.begins[chunk]
         rows = pl.ds(part * self.num_tokens + begin if is_divided else begin, count)
         near = buffer.at[number & 1, pl.ds(0, count)]
         if is_divided or parts == 1:

@@ -41,7 +41,7 @@ HALF = 2 * BLOCK  # of a triangle; the two halves' inverses are applied one afte
 STEP = 2.0**-11  # gates' first parts are multiples of it: sums of a chunk's have no more digits than float32
 STAGES = 3
 # In which stages' products stand in the program, by the stages' first letters; p: `spread_gates`. Each runs to its end.
-ORDER = "rararapsarsaar"
+ORDER = "rararapasrsaar"
 ORDER_OF_SPACES = "rrrarpsasar"  # without delta
 ORDER_BY_CHANNEL = "rarrarrsrrarrprrarrsrrarrar"
 

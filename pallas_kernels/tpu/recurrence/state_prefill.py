@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -18,6 +19,7 @@ from pallas_kernels.tpu.pages import LANES, SPILL_BYTES, keep_in_hbm, output, ou
 from pallas_kernels.tpu.recurrence.chunk_tokens import (
     FIRST,
     LAST,
+    OUTPUTS,
     ChunkTokens,
     Transport,
     divide_heads,
@@ -52,6 +54,7 @@ class ChunkScalars(NamedTuple):
     begins: Any  # i32[n]: the places of their tokens
     counts: Any  # i32[n]: how many these are
     total: Any  # i32[1]: how many chunks there are
+    steady: Any  # of `find_steady_steps`
     scale: Any  # f32[1]: of queries; None: 1
 
 
@@ -114,6 +117,15 @@ def list_chunks(batch: StateBatch, num_tokens: int, num_slots: int) -> Chunks:
         snapshot,
         ends[-1:],
     )
+
+
+def find_steady_steps(chunks: Chunks, groups: int) -> jax.Array:
+    """Returns i32[n + STAGES - 1]: 1 for the grid steps that have to do with chunks in the middle of their rows only,
+    from the one whose outputs they await to the one that follows. These are whole, and nothing begins or ends."""
+    is_middle = (chunks.source == -2) & (chunks.target == -2) & (chunks.snapshot == -1)
+    before, steps = -(-(STAGES + 1) // groups), is_middle.shape[0] + STAGES - 1
+    is_middle = jnp.pad(is_middle, (before, STAGES))
+    return functools.reduce(jnp.logical_and, [is_middle[i : i + steps] for i in range(before + 2)]).astype(jnp.int32)
 
 
 def heads_of_step(heads: int, share: int) -> int:
@@ -210,7 +222,14 @@ def prefill_states(
     given, hbm = jax.tree.leaves(tokens), pl.BlockSpec(memory_space=pltpu.HBM)
     scale = None if scale is None else jnp.asarray(scale, jnp.float32).reshape(1)
     scalars = ChunkScalars(
-        chunks.source, chunks.target, chunks.snapshot, chunks.begin, chunks.tokens, chunks.total, scale
+        chunks.source,
+        chunks.target,
+        chunks.snapshot,
+        chunks.begin,
+        chunks.tokens,
+        chunks.total,
+        find_steady_steps(chunks, groups),
+        scale,
     )
     outputs = ChunkOutputs(
         output(tokens.v.shape, dtype, states, *given), output(states.shape, states.dtype, states, *given)
@@ -309,28 +328,18 @@ def _kernel(
         pl.when((chunk > 0) & (target >= 0))(lambda: departure(target, group, leaving.at[group]).wait())
 
     is_last = number == total[0] * groups + STAGES - 2
+    following = _next(*first, groups)
+    # Of the item whose last stage follows, and of the one whose outputs go to where this step's come from.
+    coming_last, sent = _before(*first, groups, STAGES - 2), _before(*last, groups, 2)
+    is_steady = scalars.steady[first[0]] == 1
 
-    @pl.when(number < total[0] * groups + STAGES - 1)
-    def _():
-        following = _next(*first, groups)
-
-        @pl.when(number == 0)
-        def _():
-            transport.fetch("start", FIRST, first, number)
-            transport.fetch("start", FIRST, following, number + 1)
-            transport.bring(FIRST, first, number)
-            spread_keys(transport.find(number), stages)
-
-        transport.fetch("start", FIRST, _next(*following, groups), number)
-        transport.fetch("start", LAST, first, number)
-        transport.bring(FIRST, following, number + 1)
-        transport.bring(LAST, _before(*first, groups, STAGES - 2), number - STAGES + 2)
-        transport.send("wait", _before(*last, groups, 2), number)
+    def begin_rows():
+        """Brings states, where a row begins, or may begin with the item that follows, as with the first of all."""
         place, is_chunk = jnp.maximum(chunk, 0), chunk >= 0
-        source, target, snapshot = sources[place], targets[place], snapshots[place]
+        source, target = sources[place], targets[place]
 
         @pl.when((source != -2) | (target != -2))
-        def _():  # a row begins, or may begin with the item that follows, as with the first of all
+        def _():
             # States come a step before they change, unless those of the same heads change there.
             begins, heads, turn = (chunk, group, number) if groups == 1 else (*_next(chunk, group, groups), number + 1)
             there = (begins >= 0) & (begins < total[0])
@@ -348,10 +357,10 @@ def _kernel(
                 make_room(chunk, group)
                 states[pl.ds(group * size, size)] = jnp.zeros((size, *states.shape[1:]), states.dtype)
 
-        # The first steps have no items in the last stages: these compute what nobody reads.
-        tokens = transport.find(number), transport.find(number + 1)
-        run_stages(*tokens, states, group * size, stages.slot(number & 1), scalars.scale, has_delta)
-        transport.send("start", last, number)
+    def end_rows():
+        """Sends states, where a row ends or leaves a snapshot, and awaits what leaves last."""
+        place, is_chunk = jnp.maximum(chunk, 0), chunk >= 0
+        target, snapshot = targets[place], snapshots[place]
 
         @pl.when(is_chunk & (snapshot >= 0))
         def _():
@@ -364,11 +373,43 @@ def _kernel(
             departure(target, group, leaving.at[group]).start()
 
             @pl.when(is_last)
-            def _():
-                for each in range(groups):
-                    departure(target, each, leaving.at[each]).wait()
+            def _():  # by a loop, so that the compiler branches around all of this: else each step would decide it
+                lax.fori_loop(0, groups, lambda each, _: departure(target, each, leaving.at[each]).wait(), None)
 
         @pl.when(is_last)
         def _():
-            transport.send("wait", _before(*last, groups, 1), number - 1)
-            transport.send("wait", last, number)
+            transport.move("wait", OUTPUTS, _before(*last, groups, 1), number - 1)
+            transport.move("wait", OUTPUTS, last, number)
+
+    @pl.when(number < total[0] * groups + STAGES - 1)
+    def _():
+        @pl.when(~is_steady)
+        def _():
+            @pl.when(number == 0)
+            def _():
+                transport.move("start", FIRST, first, number)
+                transport.move("start", FIRST, following, number + 1)
+                transport.bring(FIRST, first, number)
+                spread_keys(transport.find(number), stages)
+                transport.move("start", FIRST, _next(*following, groups), number)
+                transport.move("start", LAST, first, number)
+
+            transport.bring(FIRST, following, number + 1)
+            transport.bring(LAST, coming_last, number - STAGES + 2)
+            transport.move("wait", OUTPUTS, sent, number)
+            begin_rows()
+
+        @pl.when(is_steady)
+        def _():
+            transport.await_whole(FIRST, following, number + 1)
+            transport.await_whole(LAST, coming_last, number - STAGES + 2)
+            transport.await_whole(OUTPUTS, sent, number)
+
+        # The first steps have no items in the last stages: these compute what nobody reads.
+        tokens = transport.find(number), transport.find(number + 1)
+        run_stages(*tokens, states, group * size, stages.slot(number & 1), scalars.scale, has_delta)
+        # Tokens come to where others have just been read. All of it is decided while the last products are awaited.
+        transport.move("start", FIRST, _next(*_next(*following, groups), groups), number + 1)
+        transport.move("start", LAST, following, number + 1)
+        transport.move("start", OUTPUTS, last, number)
+        pl.when(~is_steady)(end_rows)

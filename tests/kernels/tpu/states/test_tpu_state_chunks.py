@@ -12,6 +12,7 @@ from tpu_state_cases import (
     CHUNKS,
     EMPTIED,
     IN_CHUNKS,
+    LONG,
     MIXED,
     ONE_ROW,
     OWN_KEYS,
@@ -73,9 +74,11 @@ def test_chunks_of_values_of_16_bits(heads):
 @pytest.mark.parametrize(
     ("case", "most"),
     [
+        (LONG, 16),
         (OWN_KEYS._replace(**ONE_ROW), 2),  # heads of a grid step, at most: an item follows another of the same chunk
         *[
             (OWN_KEYS, 2),
+            (LONG._replace(heads=4), 2),
             (OWN_KEYS._replace(by_channel=True), 2),
             (CHANNEL_CHUNKS, 1),
             (SHORT._replace(by_channel=True), 16),

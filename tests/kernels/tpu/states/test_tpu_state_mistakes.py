@@ -16,6 +16,7 @@ from tpu_state_cases import (
     CHUNKS,
     EMPTIED,
     IN_CHUNKS,
+    LONG,
     MIXED,
     OWN_KEYS,
     SHORT,
@@ -172,23 +173,31 @@ CONTROLS = {
         Plant("Transport.bring", "count < CHUNK", "count < 0"),
     ),
     "tokens not awaited": (
-        CHUNKS, PLAIN, Plant("Transport.bring", "self.fetch('wait', names, item, number)", "None"),
+        CHUNKS, PLAIN, Plant("Transport.bring", "self.move('wait', names, item, number)", "None"),
     ),
     "tokens overwritten while they are read": (
         CHUNKS, RACES, Plant("Transport._places", "number & 1", "0 * number"),
     ),
     "tokens of the chunk that follows for a chunk's own": (
-        CHUNKS, PLAIN, Plant("Transport._places", "self.counts[chunk]", "CHUNK"),
+        CHUNKS, PLAIN, Plant("Transport.move", "self.counts[item[0]]", "CHUNK"),
     ),
     "tokens of other heads": (
         OWN_KEYS, PLAIN, Plant("Transport._places", "divide(group, self.groups // parts)", "0 * group"), HALVED,
     ),
     "outputs overwritten while they leave": (
         CHUNKS, RACES,
-        Plant("state_prefill:_kernel", "transport.send('wait', _before(*last, groups, 2), number)", "None"),
+        Plant("state_prefill:_kernel", "transport.move('wait', OUTPUTS, sent, number)", "None"),
     ),
     "outputs that leave last not awaited": (
-        CHUNKS, RACES, Plant("state_prefill:_kernel", "transport.send('wait', last, number)", "None"),
+        CHUNKS, RACES, Plant("state_prefill:_kernel", "transport.move('wait', OUTPUTS, last, number)", "None"),
+    ),
+    "outputs overwritten while they leave, in a long row": (
+        LONG, RACES,
+        Plant("state_prefill:_kernel", "transport.await_whole(OUTPUTS, sent, number)", "None"),
+    ),
+    "tokens not awaited in a long row": (
+        LONG, PLAIN,
+        Plant("state_prefill:_kernel", "transport.await_whole(FIRST, following, number + 1)", "None"),
     ),
     "the first of two heads in a word for both": (
         SHORT._replace(heads=4), PLAIN, Plant("HeadLines.head", "head % 2", "0 * head"),
