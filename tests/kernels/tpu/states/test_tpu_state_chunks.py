@@ -2,6 +2,8 @@
 read."""
 
 import interpreter
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from interpreter import PLAIN, RACES
 from nightly import NIGHTLY
@@ -21,6 +23,7 @@ from tpu_state_cases import (
     run,
 )
 
+from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.tpu.recurrence import chunk_tokens, state_prefill
 
 pytestmark = pytest.mark.timeout(240, method="thread")
@@ -107,3 +110,32 @@ def test_sums_of_strong_gates():
 def test_strong_gates_by_channel():
     """A channel forgets all between two tokens, or nothing, whatever it does between others."""
     check_strong_gates(by_channel=True)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_steady_steps_meet_only_the_middle_of_rows(groups):
+    """Each chunk that a step has to do with, from the one whose outputs it awaits to the one that follows, is whole, is
+    neither a row's first nor its last, and has no snapshot behind it; and of a long row most steps are so."""
+    rng, size, steady = np.random.default_rng(0), state_prefill.CHUNK, 0
+    for _ in range(50):
+        before, new = rng.integers(0, 200, 4), rng.choice([0, 1, 63, 64, 65, 300, 1500], 4)
+        rows = np.arange(4, dtype=np.int32)
+        snapshots = rng.choice([-1, -1, -1, 9], (4, 24)).astype(np.int32)
+        starts = np.cumsum(new) - new
+        batch = StateBatch(
+            *(jnp.asarray(x, jnp.int32) for x in (rows, before + new, new, starts, rows, snapshots)), 128
+        )
+        flags = np.asarray(state_prefill.find_steady_steps(state_prefill.list_chunks(batch, 6000, 10), groups))
+        middle = []
+        for row in range(4):
+            first, last = before[row] // size, (before[row] + new[row] - 1) // size
+            for number in range(first, last + 1) if new[row] else ():
+                end, taken = (number + 1) * size, (number + 1) * size // 128 - before[row] // 128 - 1
+                is_taken = end % 128 == 0 and end <= before[row] + new[row] and snapshots[row, taken] >= 0
+                middle.append(first < number < last and not is_taken)
+        behind = -(-(state_prefill.STAGES + 1) // groups)
+        for step in range(len(middle) + -(-(state_prefill.STAGES - 1) // groups)):
+            wanted = all(0 <= at < len(middle) and middle[at] for at in range(step - behind, step + 2))
+            assert flags[step] == wanted, (before, new, step)
+            steady += wanted
+    assert steady > 20
