@@ -165,7 +165,7 @@ def test_too_little_memory_for_states_is_refused():
     found = plan(layers, 4_000, max_seq_len=64, max_seqs=3, block_size=4, dtype="float32", head_dim_multiple=1)
     cache = jaxkv.init(found.config)
     assert sum(x.nbytes for x in jax.tree.leaves((cache.pools, cache.states))) == found.config.bytes <= 4_000
-    with pytest.raises(ValueError, match="is too little"):
+    with pytest.raises(ValueError, match="are too little"):
         plan(layers, 4_000, max_seq_len=64, max_seqs=40, block_size=4, dtype="float32")
 
 
