@@ -53,8 +53,8 @@ def sharding():
     return jax.sharding.NamedSharding(describe_chip(CHIP.get()), jax.sharding.PartitionSpec())
 
 
-def on_chip(name, job):
-    """The same for another chip."""
+def target_chip(name, job):
+    """Returns a job that is the same for another chip."""
 
     def run():
         token = CHIP.set(name)

@@ -147,7 +147,7 @@ JOBS = {
     **{f"widen:{name}": job for name, job in gpu_widen.JOBS.items()},
     **{f"products:{name}": job for name, job in gpu_products.JOBS.items()},
 }
-JOBS |= {f"{chip}:{name}": gpu_compile.on_chip(chip, job) for chip in ("b200", "rtx") for name, job in JOBS.items()}
+JOBS |= {f"{chip}:{name}": gpu_compile.target_chip(chip, job) for chip in ("b200", "rtx") for name, job in JOBS.items()}
 
 
 if __name__ == "__main__":

@@ -99,13 +99,15 @@ class Trial:
 
     def find_refusal(self) -> str | None:
         inputs, _, _, quantised = self.stored_inputs()
-        return gpu.unsupported(
-            "paged_attention", bundle_call(q=inputs.q, kv=inputs.kv, rank=self.case.rank, **quantised)
-        )
+        return self._find_refusal(inputs, quantised)
+
+    def _find_refusal(self, inputs: Inputs, quantised: dict[str, Any]) -> str | None:
+        given = dict(q=inputs.q, kv=inputs.kv, rank=self.case.rank, **quantised)
+        return gpu.unsupported("paged_attention", bundle_call(**given))
 
     def check(self, interpret) -> None:
-        assert self.find_refusal() is None
         inputs, options, held, quantised = self.stored_inputs()
+        assert self._find_refusal(inputs, quantised) is None
         attend = jax.jit(
             lambda *a: testing.run(
                 gpu.paged_attention, *a, **options, **quantised, return_lse=True, interpret=interpret

@@ -159,8 +159,8 @@ def lay_out(source: Any, target: Any, count: jax.Array) -> None:
 
 
 def multiply(interpret: InterpretParams, shape: tuple[int, int], *pairs: Pair) -> jax.Array:
-    """Returns the sum of products of operands' pairs."""
-    return multiply_while(lambda: None, interpret, shape, *pairs)[0]
+    """Returns the sum of products of operands' pairs. See `multiply_while` for why what follows begins `anew`."""
+    return anew(products.multiply(interpret, shape, *pairs))
 
 
 def multiply_while(

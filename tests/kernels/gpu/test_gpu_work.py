@@ -15,7 +15,7 @@ from planting import Plant
 from trials import DECODE, PREFILL
 
 from pallas_kernels.common.masks import WindowMask
-from pallas_kernels.gpu import chips, tuning, work_items as work
+from pallas_kernels.gpu import chips, mixers, tuning, work_items as work
 
 make_prefill_items = functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))(work.prefill_items)
 
@@ -265,15 +265,15 @@ def test_prefill_goes_ahead_where_a_chip_was_faster_so(head_dim, block_size, ahe
     assert tuning.prefill_plan(head_dim, block_size).ahead == ahead
 
 
-def at_hand(monkeypatch, kind, count, capability="9.0"):
+def put_at_hand(monkeypatch, kind, count, capability="9.0"):
     device = types.SimpleNamespace(device_kind=kind, core_count=count, compute_capability=capability)
     monkeypatch.setattr(chips.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(chips.jax, "devices", lambda: [device])
 
 
-def test_plans_go_by_the_multiprocessors_of_the_chip_at_hand(monkeypatch):
+def test_plans_go_by_the_multiprocessors_of_the_chip_put_at_hand(monkeypatch):
     """An H20 has 78; what was tuned for an H200 of the same name and another count is not for it."""
-    at_hand(monkeypatch, "NVIDIA H20", 78)
+    put_at_hand(monkeypatch, "NVIDIA H20", 78)
     tuned = tuning.DecodePlan(tuning.Tile(tokens=128, stages=2), num_blocks=78)
     monkeypatch.setitem(tuning.TUNED_DECODE, (chips.GpuChip("NVIDIA H20", 132), 128, 8), tuned)
     assert tuning.decode_plan(128, 8).num_blocks == 2 * 78 and tuning.merge_blocks() == 4 * 78
@@ -293,8 +293,33 @@ def test_a_mesh_says_what_chip_a_program_is_for(name, monkeypatch):
     device = types.SimpleNamespace(device_kind=name, num_cores=100, platform="gpu")
     monkeypatch.setattr(chips.jax.sharding, "get_abstract_mesh", lambda: types.SimpleNamespace(abstract_device=device))
     assert chips.find_chip() == chips.GpuChip(name, 100, DESCRIBED[name])
-    at_hand(monkeypatch, name, 99, "13.0")
+    put_at_hand(monkeypatch, name, 99, "13.0")
     assert chips.find_chip() == chips.GpuChip(name, 99, "13.0")
+
+
+def test_plans_of_blackwell(monkeypatch):
+    """Weights stay in registers beside outputs that leave room. With little shared memory tiles are smaller, so that
+    one is copied while another is multiplied, and rows of many tokens are no chunks of states."""
+    arrays = {name: jnp.zeros((64, 2, 128), jnp.bfloat16) for name in ("q", "k", "v")}
+    arrays |= dict.fromkeys(("g", "beta"), jnp.zeros((64, 2)))
+    of_chunks = arrays, jnp.zeros((3, 2, 128, 128)), None, 64
+    forms = {}
+    for capability in ("9.0", "10.0", "12.0"):
+        chip = chips.GpuChip("some GPU", 100, capability)
+        monkeypatch.setattr(chips, "find_chip", lambda chip=chip: chip)
+        prefill = [tuning.prefill_plan(head_dim, 16) for head_dim in (128, 256)]
+        decode = tuning.decode_plan(128, 8, 1).tile
+        forms[capability] = (
+            [(plan.weights_in_registers, plan.ahead, plan.tile.tokens) for plan in prefill],
+            [tuning.divide(head_dim).halves for head_dim in (128, 256, 512)],
+            (decode.tokens, decode.stages > 1),
+            mixers.can_chunk(*of_chunks),
+        )
+    assert forms == {
+        "9.0": ([(False, True, 128), (False, False, 64)], [2, 2, 1], (128, True), True),
+        "10.0": ([(True, False, 128), (False, False, 64)], [2, 2, 1], (128, True), True),
+        "12.0": ([(True, False, 64), (True, False, 64)], [2, 1, 1], (64, True), False),
+    }
 
 
 def test_an_h200_where_there_is_no_gpu(monkeypatch):
