@@ -73,10 +73,18 @@ def few_devices():
 @pytest.fixture(scope="module")
 def rows_in_tiles():
     """XLA reads the rows of this file's little caches in tiles, in a loop, as it does with longer ones."""
-    from pallas_kernels.xla import work_list as work
+    from cases import use_sizes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "AT_ONCE_BYTES", 0)
+        use_sizes(patch, at_once_bytes=0)
         jax.clear_caches()  # what was compiled before does otherwise
         yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def traced_anew():
+    """Programs are traced as the test has set things, and nobody else gets them."""
+    jax.clear_caches()
+    yield
     jax.clear_caches()

@@ -8,6 +8,7 @@ import jax
 
 from pallas_kernels.api.backend import Backend
 from pallas_kernels.common.batch import Call
+from pallas_kernels.common.platforms import current_platform, read_name
 
 # Implementation -> the platform that it runs on; None: any. `register_backend` adds to it.
 IMPLEMENTATIONS: dict[str, str | None] = {"xla": None, "reference": None, "gpu": "cuda", "tpu": "tpu"}
@@ -97,7 +98,7 @@ def unsupported(implementation: str, op: str, call: Call) -> str | None:
 
 def read_platform(platform: Any) -> str:
     """Returns a platform by any of its names. Raises ValueError for what is none."""
-    platform = _one_name(platform)
+    platform = read_name(platform)
     if platform not in PLATFORMS and platform != current_platform():
         raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, not {platform!r}.")
     return platform
@@ -109,20 +110,9 @@ def find_platform(*arrays: Any) -> str | None:
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         if isinstance(sharding, jax.sharding.Sharding) and not _is_abstract(sharding):
             device: Any = next(iter(sharding.device_set))
-            return _one_name(device.platform)
+            return read_name(device.platform)
     return None
 
 
 def _is_abstract(sharding: jax.sharding.Sharding) -> bool:
     return isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
-
-
-def current_platform() -> str:
-    """Returns what a program traced now is lowered for, if it does not say: the mesh's platform, else the default."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return _one_name(device.platform if device is not None else jax.default_backend())
-
-
-def _one_name(platform: Any) -> Any:
-    """Returns the name here of a platform that JAX has two names for."""
-    return "cuda" if platform == "gpu" else platform

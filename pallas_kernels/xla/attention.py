@@ -4,7 +4,7 @@ A loop takes the tiles of a work list a few at a time, reads their blocks, and m
 (https://arxiv.org/abs/2205.14135). The list has only what some token sees: work grows with the tokens that rows hold,
 one compile serves all lengths, and besides the result memory holds one step of the loop, never a row's dense keys and
 values. Where all that the tables could hold is no more than that, there is no loop: rows are read whole, in a third of
-the kernels. Nothing is specific to a platform.
+the kernels. Only how much a step does depends on the platform.
 """
 
 import functools
@@ -64,14 +64,12 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
 
     def attend(running: _Running, count: jax.Array, most: int) -> _Running:
         """Attends for rows with at least one and at most `most` tokens."""
-        queries = (
-            most if most == 1 else work_list.PREFILL_QUERIES if deterministic else min(work_list.PREFILL_QUERIES, most)
-        )
+        queries = most if most == 1 else tile_queries if deterministic else min(tile_queries, most)
         lanes = tables.shape[0] if most == 1 else min(tables.shape[0], num_tokens // 2) + num_tokens // queries
-        tiling = work_list.choose_tiling(inputs.q, kv, listed, queries, deterministic)
+        tiling = work_list.choose_tiling(inputs.q, kv, listed, queries, lanes, deterministic)
         return _attend_tiles(inputs, rows._replace(query_lens=count), tiling, lanes, deterministic, running)
 
-    longest = token_axes[-1]
+    longest, tile_queries = token_axes[-1], work_list.find_sizes().queries
     if (tiling := whole_tiles(longest)) is not None:
         softmax = attend_at_once(rows.query_lens, tiling)
     elif longest == 1:
@@ -80,7 +78,7 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
         lone = rows.query_lens == 1
         lone_count, count = jnp.where(lone, rows.query_lens, 0), jnp.where(lone, 0, rows.query_lens)
         # Behind the last token there is room for a tile that begins with it.
-        running = _begin(inputs, rows, num_tokens + work_list.PREFILL_QUERIES)
+        running = _begin(inputs, rows, num_tokens + tile_queries)
         if (tiling := whole_tiles(1)) is None:  # loops go on with what the one before them has
             running = attend(running, lone_count, 1)
         softmax = attend(running, count, longest).select(num_tokens, num_heads)
@@ -366,10 +364,8 @@ def _attend_together(
         max(1, rows.block_tables.shape[0] // WORTH_ROWS),
         queries_together(inputs.q.shape[1], inputs.stored.kv.shape[2]),
     )
-    tiling, lanes = (
-        work_list.choose_tiling(inputs.q, inputs.stored.kv, rows.block_tables, queries),
-        most * -(-TOGETHER // queries),
-    )
+    lanes = most * -(-TOGETHER // queries)
+    tiling = work_list.choose_tiling(inputs.q, inputs.stored.kv, rows.block_tables, queries, lanes)
     # All of it lies before the step's tokens, of which spans and trees speak.
     inputs = inputs._replace(tile_mask=tile_mask._replace(causal=False, spans=None, tree=None))
     num_tokens, num_heads = inputs.q.shape[:2]

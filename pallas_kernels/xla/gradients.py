@@ -72,11 +72,11 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
     if lse_bar is not None:
         pull_down -= flat(lse_bar)
 
-    tile_queries = min(work_list.PREFILL_QUERIES, longest)
-    tiling = work_list.choose_tiling(
-        queries, kv, tables if tile_mask.blocks is None else tile_mask.blocks, tile_queries
-    )
+    tile_queries = min(work_list.find_sizes().queries, longest)
     lanes = min(tables.shape[0], num_tokens) + num_tokens // tile_queries
+    tiling = work_list.choose_tiling(
+        queries, kv, tables if tile_mask.blocks is None else tile_mask.blocks, tile_queries, lanes
+    )
     work = work_list.plan(tiling, lanes, rows, tile_mask)
 
     def compute_logits(distance, q, keys, numbers):

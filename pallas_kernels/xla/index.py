@@ -23,7 +23,6 @@ QUERIES = 16  # of a tile, of rows with more than one token
 # Tokens of the context that are scored at a time. The fewer the pieces, the less it costs to merge the best of them;
 # but a row that ends within a piece pays for all of it.
 LEAST_PIECE, MOST_PIECE = 512, 8192
-AT_ONCE = 1 << 23  # bytes of the products of heads and keys in memory at a time
 
 
 def select_tokens(
@@ -106,9 +105,10 @@ def _select(inputs: IndexQueries, lanes: Lanes, kept: int) -> Best:
     """The best of the queries of lanes, `[lanes * queries, kept]`."""
     num_lanes, queries = lanes.position.shape
     num_heads, capacity = inputs.q.shape[1], inputs.batch.block_tables.shape[1] * inputs.stored.keys.shape[3]
-    piece = min(max(LEAST_PIECE, min(4 * kept, MOST_PIECE, AT_ONCE // (4 * queries * num_heads))), capacity)
+    at_once = work_list.find_sizes().selection_bytes // (4 * queries * num_heads)  # products of keys with all heads
+    piece = min(max(LEAST_PIECE, min(4 * kept, MOST_PIECE, at_once)), capacity)
     piece = -(-piece // 16) * 16  # so that all keys are multiplied alike, whatever their place
-    count = min(num_lanes, max(1, AT_ONCE // (4 * queries * num_heads * piece)))
+    count = min(num_lanes, max(1, at_once // piece))
     groups = -(-num_lanes // count)
     more = groups * count - num_lanes
     padded = Lanes(

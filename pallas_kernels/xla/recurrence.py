@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.platforms import is_for_gpu
 from pallas_kernels.common.state_batch import StateBatch, expand, read_slots
 
-CHUNK = 32  # in longer ones products among tokens cost more than is saved
-CHUNK_BY_CHANNEL = 16  # products of gates are [chunk, chunk, K] there
+# Tokens of a chunk. In longer ones products among tokens cost more than is saved; on a GPU half the launches are.
+CHUNK, GPU_CHUNK = 32, 64
+CHUNK_BY_CHANNEL, GPU_CHUNK_BY_CHANNEL = 16, 32  # products of gates are [chunk, chunk, K] there
 AT_ONCE = 1 << 16  # bytes of states that a CPU works on at once in decode
 LEAST_GATE = -100.0  # its exponential is 0 in float32
 
@@ -55,8 +57,8 @@ def recur(
     if len(token_axes) == 2 and token_axes[1] == 1:
         y, states = _decode(inputs, states, batch, token)
     else:
-        size = CHUNK_BY_CHANNEL if inputs.has_channel_gates else CHUNK
-        size = min(size, 1 << (token_axes[-1] - 1).bit_length())
+        sizes = (CHUNK_BY_CHANNEL, GPU_CHUNK_BY_CHANNEL) if inputs.has_channel_gates else (CHUNK, GPU_CHUNK)
+        size = min(sizes[is_for_gpu()], 1 << (token_axes[-1] - 1).bit_length())
         longest = token_axes[1] if len(token_axes) == 2 and batch.snapshot_slots is None else None
         y, states = _prefill(inputs, states, batch, longest, math.gcd(size, batch.every or size), token, chunk)
     return y.reshape(*token_axes, *y.shape[1:]), states

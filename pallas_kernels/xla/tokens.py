@@ -18,7 +18,6 @@ from pallas_kernels.common.ragged_layout import Tokens, locate
 from pallas_kernels.xla import tile_reads, work_list
 
 MASKED = float(np.finfo(np.float32).min)  # a logit that is not seen
-AT_ONCE = 1 << 23  # bytes of what queries have chosen, and of their logits, that are in memory at a time
 
 
 class TokenQueries(NamedTuple):
@@ -167,4 +166,4 @@ def _count_at_once(q, stored: StoredKV, top_k: int) -> int:
     _, parts, heads, _, width = stored.kv.shape
     entries = parts * heads * width * stored.format.numbers_per_entry
     size = stored.kv.dtype.itemsize if stored.kv.dtype == q.dtype else stored.kv.dtype.itemsize + 4
-    return max(1, AT_ONCE // (top_k * (entries * size + q.shape[-2] * 8)))
+    return max(1, work_list.find_sizes().selection_bytes // (top_k * (entries * size + q.shape[-2] * 8)))

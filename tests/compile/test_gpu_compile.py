@@ -130,6 +130,8 @@ if NIGHTLY:
 CHOSEN = (
     {"chosen": 3, "chosen-plain": 3, "chosen-int8": 3, "chosen-int4": 3, "chosen-latent-int8": 0} if NIGHTLY else {}
 )
+# Where there is no kernel: the most operations of a step of the loop.
+IN_XLA = {"xla-prefill": 26} | ({"xla-decode": 20} if NIGHTLY else {})
 KEPT = ["bounds", "heads", "four bits"] * NIGHTLY
 STEPS = ["step", *["step-shared"] * NIGHTLY]
 
@@ -140,7 +142,7 @@ def reports():
     "attention" and "widen". One process runs all."""
     controls = ("no-fence", "too-many-registers", "not-donated", "not-unique") * NIGHTLY
     jobs = [*DECODE_BUDGETS, *PREFILL, *FORMS, *QUANTISED, *WIDE_QUANTISED, *LATENT, *STEPS, *CHOSEN, *KEPT]
-    jobs += ["launches-of-two", *["launches", "scanned", "other-launches"] * NIGHTLY]
+    jobs += [*IN_XLA, "launches-of-two", *["launches", "scanned", "other-launches"] * NIGHTLY]
     jobs += [f"control-{name}" for name in controls]
     controls = ["control-beside-swizzle", *["control-not-donated", "control-no-fence", "control-misaligned"] * NIGHTLY]
     jobs = [f"attention:{job}" for job in dict.fromkeys(jobs)] + ["widen:halved", "widen:control: halved"]
@@ -176,6 +178,13 @@ def printed_by(name, *jobs, first_in_path=None):
     run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=1700)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line.removeprefix("JOB ")) for line in run.stdout.splitlines() if line.startswith("JOB ")]
+
+
+@pytest.mark.parametrize("name", IN_XLA)
+def test_without_a_kernel_steps_are_long(name, report):
+    """A step of a loop is as many launches however much it computes. None of it is as large as the pool."""
+    assert report[name]["launches"] <= IN_XLA[name]
+    assert 2**26 < report[name]["temp"] < 2**28 and not report[name]["as_large"]
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="programs for eight devices take long to compile")

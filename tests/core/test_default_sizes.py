@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from platforms import on
 
 import jaxkv
 import jaxkv.models
@@ -88,12 +88,6 @@ def test_the_plan_begins_with_it(capsys, tmp_path):
     for chip, size in {"v5e": 128, "h100": 32}.items():
         assert main(["plan", "--model", str(tmp_path), "--chip", chip, "--dtype", "int8", "--weights", "1GB"]) == 0
         assert f"For the cache with blocks of {size}:" in capsys.readouterr().out
-
-
-def on(platform):
-    """Programs traced under this mesh are for another platform."""
-    device = AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
 def shapes(block_size, kind=None, head_dim=128, rows=2, columns=4):

@@ -96,7 +96,7 @@ def test_what_lies_between_first_tokens_and_window_is_not_read(window, length, t
     batch = PagedBatch(*inputs[2:])
     rows = work.find_rows((1, 1), batch)
     tile_mask = work.find_tile_mask((1, 1), rows, batch, MaskSpec(window=window, sink_tokens=5))
-    tiling = work.choose_tiling(inputs.q.reshape(1, 2, 4), inputs.kv, inputs.tables, 1)
+    tiling = work.choose_tiling(inputs.q.reshape(1, 2, 4), inputs.kv, inputs.tables, 1, 1)
     assert int(work.plan(tiling, 1, rows, tile_mask).num_items) == tiles
     between = inputs.tables[0, 1 : max((length - window) // 16, 1)]
     poisoned = inputs.kv.at[between].set(jnp.nan)

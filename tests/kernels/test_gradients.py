@@ -246,4 +246,4 @@ def test_memory_of_the_backward_pass():
     where = jax.ShapeDtypeStruct((rows, length // 16), jnp.int32), *[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2
     gradient = jax.grad(lambda q, kv, *where: pallas_kernels.paged_attention(q, kv, *where).sum(), argnums=(0, 1))
     temp = jax.jit(gradient).lower(q, kv, *where).compile().memory_analysis().temp_size_in_bytes
-    assert temp < 6 * work.STEP_BYTES < dense / 2
+    assert temp < 6 * work.find_sizes().step_bytes < dense / 2

@@ -10,6 +10,7 @@ import pytest
 from nightly import NIGHTLY
 
 import pallas_kernels
+from pallas_kernels.xla import recurrence
 from pallas_kernels.xla.recurrence import invert
 
 LENGTHS, NEW, SLOTS = (70, 3, 0, 40), (70, 1, 0, 33), (2, 5, 0, 1)
@@ -111,6 +112,17 @@ def test_chunks_are_as_token_by_token(name, layout, every):
     untouched = [0, 3, 4] + ([6, 7, 8, 9, 10, 11] if every is None else [] if every == 16 else [7, 8, 9, 11])
     np.testing.assert_array_equal(found[1][np.array(untouched)], arrays["states"][np.array(untouched)])
     assert bool(jnp.isfinite(found[1][2]).all())
+
+
+@pytest.mark.usefixtures("traced_anew")
+@pytest.mark.parametrize(("name", "size"), [("delta", 64), ("channels", 32), ("space", 64)])
+def test_chunks_of_a_gpu(monkeypatch, name, size):
+    """They are longer, since each is launched."""
+    sizes, plan_chunks = [], recurrence._plan_chunks
+    monkeypatch.setattr(recurrence, "is_for_gpu", lambda: True)
+    monkeypatch.setattr(recurrence, "_plan_chunks", lambda *args: sizes.append(args[2]) or plan_chunks(*args))
+    test_chunks_are_as_token_by_token(name, "padded", None)
+    assert sizes == [size]
 
 
 @pytest.mark.parametrize("name", MIXERS)

@@ -18,7 +18,7 @@ from pallas_kernels import testing
 from pallas_kernels.testing import Case
 from pallas_kernels.xla import work_list as work
 
-EDGES = (5, work.PREFILL_QUERIES)  # of blocks, and of tiles of queries
+EDGES = (5, work.find_sizes().queries)  # of blocks, and of tiles of queries
 PADDED = dict(block_size=5, padding=1)
 PACKED = dict(block_size=5, packed=True, padding=3)
 BF16 = {"dtype": "bfloat16"}

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, DIMENSIONS, in_tiles
+from cases import CASES, DIMENSIONS, in_tiles, use_sizes
 from nightly import NIGHTLY
+from platforms import on
 
 import pallas_kernels
 from pallas_kernels import reference, testing, xla
@@ -81,8 +82,8 @@ def trace_steps(monkeypatch, case, max_blocks, **options):
 
 def test_work_follows_the_tokens_held(monkeypatch):
     """Twice the tokens, twice the steps; room for a hundred times more makes none."""
-    monkeypatch.setattr(work, "STEP_BYTES", 1)  # one item a step
-    tile = work.DECODE_CONTEXT
+    use_sizes(monkeypatch, step_bytes=1)  # one item a step
+    tile = work.find_sizes().decode_context
     short = Case(lengths=(tile, 3 * tile, 0, 1), new=(1, 1, 0, 1), block_size=8)
     assert trace_steps(monkeypatch, short, max_blocks=1000) == [1] * (1 + 3 + 0 + 1)
     long = Case(lengths=(2 * tile, 6 * tile, 0, 1), new=(1, 1, 0, 1), block_size=8)
@@ -92,11 +93,65 @@ def test_work_follows_the_tokens_held(monkeypatch):
 
 
 def test_a_chunk_does_not_make_decode_rows_pay(monkeypatch):
-    monkeypatch.setattr(work, "STEP_BYTES", 1)
-    queries, context = work.PREFILL_QUERIES, work.PREFILL_CONTEXT
+    use_sizes(monkeypatch, step_bytes=1)
+    _, _, _, queries, context, _ = work.find_sizes()
     case = Case(lengths=(2 * queries, 1, 1, 1), new=(2 * queries, 1, 1, 1), block_size=8)
     assert 2 * queries <= context
     assert trace_steps(monkeypatch, case, max_blocks=1000) == [1, 1, 1, queries, queries]
+
+
+@pytest.mark.usefixtures("traced_anew")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(window=300),
+        dict(deterministic=True),
+        dict(chunk=200, soft_cap=9.0),
+        dict(window=40, sink_tokens=600),
+    ],
+    ids=str,
+)
+def test_tiles_of_a_gpu(monkeypatch, options):
+    """Rows that end at, before and behind its tiles of queries and of tokens, a few items to a step."""
+    _, _, decode, queries, context, _ = work.SIZES[True]
+    lengths = (context + 1, 2 * context, decode, decode + 1, 0, 1, 3 * context - 1, context + queries)
+    new = (queries + 1, queries, 1, 1, 0, 1, 2 * queries - 1, context)
+    case = Case(lengths, new, num_heads=2, num_kv_heads=1, head_dim=8, block_size=16, packed=True, padding=3)
+    inputs = testing.make_inputs(case)
+    items = work._item_bytes(inputs.q, inputs.kv, queries, context)
+    use_sizes(monkeypatch, **work.SIZES[True]._replace(step_bytes=3 * items, at_once_bytes=0)._asdict())
+    out, lse = attend(inputs, **options)
+    seen = {name: value for name, value in options.items() if name != "deterministic"}
+    expected = reference.paged_attention(*inputs, return_lse=True, **seen)
+    testing.assert_close(out, expected[0])
+    testing.assert_close(lse, expected[1])
+
+
+def count_steps(rows, length, new):
+    """Returns the steps of a loop over full rows of Llama 3 8B's heads, on the platform at hand."""
+    q, kv, tables = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((rows * new, 32, 128), jnp.bfloat16),
+            ((rows * length // 32, 2, 8, 32, 128), jnp.bfloat16),
+            ((rows, length // 32), jnp.int32),
+        )
+    )
+    queries = min(new, work.find_sizes().queries)
+    tiling = work.choose_tiling(q, kv, tables, queries, rows * new // queries)
+    context = tiling.pieces * tiling.run
+    ends = [length - new + min(new, i + queries) for i in range(0, new, queries)]
+    return -(-rows * sum(-(-end // context) for end in ends) // tiling.items)
+
+
+def test_a_gpu_takes_few_steps():
+    """Each is some 50 us of launches there, while on a CPU short steps stay in cache."""
+    with on("cpu"):
+        assert count_steps(1, 2048, 2048) == 144 and count_steps(64, 8192, 1) == 547
+    for gpu in "gpu", "rocm":
+        with on(gpu):
+            assert count_steps(1, 2048, 2048) == 4 and count_steps(64, 8192, 1) == 17
 
 
 def compile_decode(max_seq_len, block_size=16):
@@ -114,7 +169,7 @@ def compile_decode(max_seq_len, block_size=16):
 def test_memory_is_one_step_of_the_loop():
     """Not a row's dense keys and values: room for 32 times longer rows costs no memory but its tables'."""
     short, long = (compile_decode(n).memory_analysis().temp_size_in_bytes for n in (2048, 65536))
-    assert short < 2 * work.STEP_BYTES
+    assert short < 2 * work.find_sizes().step_bytes
     assert long < short * 1.1
 
 
@@ -233,8 +288,8 @@ def test_tiles_that_reach_into_other_rows(backwards, monkeypatch):
     """A tile's window ends in tokens of the next rows, which have been attended to before or have not yet."""
     case = Case(lengths=(900, 1590, 700, 1290, 540, 9), new=(3, 1, 33, 1, 2, 9), packed=True, head_dim=16)
     inputs = testing.make_inputs(case)
-    items = work._item_bytes(inputs.q, inputs.kv, work.PREFILL_QUERIES, work.PREFILL_CONTEXT)
-    monkeypatch.setattr(work, "STEP_BYTES", 3 * items)  # many steps of the loops, with several items each
+    items = work._item_bytes(inputs.q, inputs.kv, *work.find_sizes()[3:5])
+    use_sizes(monkeypatch, step_bytes=3 * items)  # many steps of the loops, with several items each
     in_loops = inputs._replace(tables=jnp.pad(inputs.tables, ((0, 0), (0, 4000))))  # too wide to be read at once
     offsets = jnp.cumsum(inputs.new) - inputs.new
     if backwards:
@@ -259,7 +314,7 @@ def test_a_window_changes_no_bit_of_other_tokens():
 
 def test_rows_that_fill_their_tiles_badly():
     """As many lanes as there can be."""
-    queries = work.PREFILL_QUERIES
+    queries = work.find_sizes().queries
     case = Case(lengths=(queries + 1,) * 6 + (2,) * 6, new=(queries + 1,) * 6 + (2,) * 6, packed=True, head_dim=16)
     inputs = testing.make_inputs(case)
     testing.assert_close(attend(inputs)[0], testing.expected(case, inputs))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from nightly import NIGHTLY
 
+from pallas_kernels.common.platforms import is_for_gpu
 from pallas_kernels.testing import Case, Inputs
 from pallas_kernels.xla import work_list as work
 
@@ -66,6 +67,11 @@ def cover(count: int, seed: int = 0) -> list[Case]:
         covered |= set(itertools.combinations(best.items(), 2))
         cases.append(make_case(best))
     return cases
+
+
+def use_sizes(patch, **sizes):
+    """XLA's loops have tiles and steps of other sizes while the patch lasts."""
+    patch.setitem(work.SIZES, is_for_gpu(), work.find_sizes()._replace(**sizes))
 
 
 def in_tiles(inputs: Inputs) -> Inputs:

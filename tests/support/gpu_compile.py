@@ -221,9 +221,13 @@ OTHER_STEPS = {"128, 4": (128, 4, ROWS, 80), "128, 2048": (128, 2048, 1)}
 
 def count_launches(compiled):
     """What the device is given to do in a program."""
+    return count_operations(re.search(r"^ENTRY .*?^}", compiled.as_text(), re.DOTALL | re.MULTILINE).group())
+
+
+def count_operations(computation):
+    """How many operations of a computation are more than names for what there is."""
     free = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
-    entry = re.search(r"^ENTRY .*?^}", compiled.as_text(), re.DOTALL | re.MULTILINE).group()
-    return sum(name not in free for name in re.findall(r"^ .* = .*?[)\]}] ([\w-]+)\(", entry, re.MULTILINE))
+    return sum(name not in free for name in re.findall(r"^ .* = .*?[)\]}] ([\w-]+)\(", computation, re.MULTILINE))
 
 
 def launches(num_layers, blocks, tokens, rows=ROWS, head_dim=128):
@@ -348,6 +352,22 @@ def of_a_cache(**fields):
         return fate(compiled, pools)
     scales = fate(compiled, [pool.scale for pool in cache.pools])
     return fate(compiled, pools) | {"scale_copies": scales["pool_copies"], "scale_bytes": scales["pool_bytes"]}
+
+
+def without_kernels(rows, length, tokens):
+    """Attention where XLA runs: what the longest loop gives the device in a step, and the program's memory."""
+    q, kv = array((rows, tokens, 32, 128)), array((2**14 + 1, 2, 8, 32, 128))
+    row = array((rows,), jnp.int32)
+    attend = functools.partial(pallas_kernels.paged_attention, implementation="xla")
+    compiled, _ = compile_(attend, q, kv, array((rows, length // 32), jnp.int32), row, row)
+    text = compiled.as_text()
+    bodies = [re.search(rf"^%{re.escape(name)} .*?^}}", text, re.DOTALL | re.MULTILINE).group()
+              for name in re.findall(r" while\(.*?body=%([\w.-]+)", text)]  # fmt: skip
+    return {
+        "launches": max(map(count_operations, bodies)),
+        "temp": compiled.memory_analysis().temp_size_in_bytes,
+        "as_large": made_as_large(text, {"kv": kv}),
+    }
 
 
 def fate(compiled, pools):
@@ -501,6 +521,8 @@ JOBS = {
     "launches-of-two": lambda: {name: launches(2, *step) for name, step in DECODE_STEPS.items()},
     "launches": lambda: launches_apart(DECODE_STEPS),
     "other-launches": lambda: launches_apart(OTHER_STEPS),
+    "xla-decode": lambda: without_kernels(64, 8192, 1),
+    "xla-prefill": lambda: without_kernels(1, 2048, 2048),
     "control-no-fence": without_fence,
     "control-released-early": released_early,
     "control-too-many-registers": too_many_registers,
