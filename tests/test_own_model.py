@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from documents import ROOT, blocks
 from flax import linen, nnx
 
 import jaxkv
@@ -296,3 +297,18 @@ def test_attention_without_extend_raises():
         call(jaxkv.extend(cache, [1, 0]))
         call(jaxkv.extend(cache, [65, 0]))  # a row that failed is no mistake of this kind
     jax.jit(functools.partial(jaxkv.attention, layer=0))(x, x, x, cache)
+
+
+def test_the_scheduler_of_the_page_serves_what_generate_does(monkeypatch):
+    """Though blocks run out, so that a row gives way and is computed again."""
+    (block,) = [x for x in blocks((ROOT / "docs/your_model.md").read_text(), "python") if "def serve(" in x]
+    failed, extend = [], jaxkv.extend
+
+    def watch(cache, counts):
+        cache = extend(cache, counts)
+        failed.append(bool(cache.failed.any()))
+        return cache
+
+    monkeypatch.setattr(jaxkv, "extend", watch)
+    exec(compile(block, "page", "exec"), dict(model=Good(), functools=functools, jax=jax, jnp=jnp, jaxkv=jaxkv))
+    assert any(failed) and not all(failed)
