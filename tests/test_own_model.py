@@ -133,7 +133,7 @@ MISTAKES = {
     LayerLeftOut: "writes nothing to layer 1 of its 2",
     Plain: "must be a pytree of arrays, arguments of compiled programs, but Plain is none",
     WithFunction: r"but WithFunction.activation is <",
-    Undescribed: "has no layer_configs",
+    Undescribed: "but this Undescribed has no layer_configs",
 }
 
 
@@ -142,6 +142,12 @@ def test_an_engine_refuses_it_before_anything_compiles(mistake):
     with pytest.raises(ValueError, match=MISTAKES[mistake]) as error:
         jaxkv.Engine(mistake(), max_seqs=2, max_seq_len=64)
     assert str(error.value).endswith("See docs/your_model.md.")
+
+
+def test_an_engine_inside_jit_is_refused_in_a_sentence():
+    for call in (lambda model: jaxkv.Engine(model, max_seqs=2), jaxkv.testing.check_model):
+        with pytest.raises(ValueError, match="on the host, so it cannot be part of jit: call it outside"):
+            jax.jit(call)(Good())
 
 
 @pytest.mark.parametrize("what", [3, "model", Good, None])

@@ -13,7 +13,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.config.validation import show
+from jaxkv._core.config.validation import is_tracing, show
 from jaxkv._core.state.state_repr import describe_array
 
 PAGE = "See docs/your_model.md."
@@ -96,13 +96,18 @@ def no_adapters(model: Any, cache: Cache) -> dict[str, jax.Array]:
 def check_form(model: Any, *, needs_dtype: bool = True) -> None:
     """Raises ValueError unless a model has the members of `Model`, takes a cache, and is a pytree of arrays."""
     name = type(model).__name__
+    if is_tracing():
+        raise ValueError(
+            "An engine chooses each step on the host, so it cannot be part of jit: call it outside, where it compiles "
+            f"its own steps. {PAGE}"
+        )
     if isinstance(model, type) or not callable(model):
         raise ValueError(f"model must be an object to call, model(tokens, cache=cache), not {show(model)}. {PAGE}")
     for member in ("layer_configs", "dtype") if needs_dtype else ("layer_configs",):
         if not hasattr(model, member):
             raise ValueError(
                 "model must have layer_configs, a LayerConfig for each layer, and dtype, by which its cache is made, "
-                f"but {show(model)} has no {member}. {PAGE}"
+                f"but this {name} has no {member}. {PAGE}"
             )
     parameters = inspect.signature(model.__call__).parameters
     if "cache" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
