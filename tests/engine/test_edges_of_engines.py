@@ -62,6 +62,7 @@ def test_logits_that_leave_no_choice_end_a_request(steps, temperature):
     assert several.ended == "error" and several.error == several.samples[1].error == failed.error
     assert (failed.ended, fine.ended) == ("error", "length")
     assert failed.error.startswith("after 5 + 4 tokens the logits") and fine.error is None
+    assert failed.error.endswith("no token can be chosen")  # its first token was: the prompt is not to blame
     assert [token for request, token in news if request is failed] == [*failed.tokens, None]
     jaxkv.check_invariants(engine.cache)
     assert not engine.cache.num_tokens
@@ -70,6 +71,28 @@ def test_logits_that_leave_no_choice_end_a_request(steps, temperature):
     with pytest.raises(FloatingPointError, match="Sequence 0 cannot go on: after 5 \\+ 4 tokens"):
         next(tokens)
     assert not engine._core.is_busy
+
+
+class Embedded(nnx.Module):
+    """A model of Flax's Embed, which reads a token outside its vocabulary as NaN."""
+
+    def __init__(self):
+        self.embed = nnx.Embed(11, 8, rngs=nnx.Rngs(0))
+        self.layer_configs, self.dtype = (jaxkv.LayerConfig(num_kv_heads=1, head_dim=8),), "float32"
+
+    def __call__(self, tokens, cache):
+        x = self.embed(tokens)
+        out, cache = jaxkv.attention(*[x[..., None, :]] * 3, cache, layer=0)
+        return self.embed.attend(out[..., 0, :]), cache
+
+
+def test_logits_of_a_token_outside_the_vocabulary_say_so():
+    engine = jaxkv.Engine(Embedded(), max_seqs=2, max_seq_len=16)
+    request = engine.submit([3, 99, 5], 4)
+    with pytest.raises(FloatingPointError, match="the prompt's token ids go from 3 to 99, and one outside the vocab"):
+        request.result()
+    engine.vocab_size = 11  # as of a model with a config, whose prompts were looked at
+    assert request.error.endswith("no token can be chosen")
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="two engines of a real model to compile")

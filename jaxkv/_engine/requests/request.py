@@ -231,7 +231,17 @@ class Request:
             return f"{type(first.exception).__name__} was raised while it was served: {first.exception}"
         return first.refusal or (
             f"after {len(self.prompt)} + {len(first.output)} tokens the logits, or what logits_hook made of them, are "
-            "NaN or all -inf, and no token can be chosen"
+            f"NaN or all -inf, and no token can be chosen{self._doubt_prompt()}"
+        )
+
+    def _doubt_prompt(self) -> str:
+        """Returns what may be wrong with the prompt if its own logits are: nothing if its tokens were looked at."""
+        engine = self.engine()
+        if self.samples[0].output or engine is None or engine.vocab_size is not None:
+            return ""
+        return (
+            f"; the prompt's token ids go from {min(self.prompt)} to {max(self.prompt)}, and one outside the "
+            "vocabulary does that, too: with model.config.vocab_size an engine refuses it"
         )
 
     @property
