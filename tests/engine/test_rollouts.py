@@ -149,7 +149,11 @@ OTHERS = {
         lambda: Weighted(jax.device_put(jnp.int32(0), jax.devices()[1]), jnp.int32(0)), r"model\.shift is .*was .*",
     ),
     "a config": (lambda: Weighted(jnp.int32(0), jnp.int32(0), (None,)), "in another structure or config"),
-    "another model": (lambda: [1, 2], r"model\[0\] is 1, and was int32\[\]"),
+    "another model": (lambda: [1, 2], r"other numbers, but it has no model\.shift, and has model\[0\]: make another"),
+    "fewer leaves": (lambda: Weighted(None, jnp.zeros(2)), r"other numbers, but it has no model\.shift: make another"),
+    "more leaves": (
+        lambda: Weighted(jnp.int32(0), {"a": jnp.int32(0)}), r"but it has no model\.turn, and has model\.turn\['a'\]:",
+    ),
     "donated": (lambda: donated(weights(0)), r"model\.shift was donated to another program: give a living one"),
 }  # fmt: skip
 

@@ -220,6 +220,11 @@ def _refuse_kept(prefix: PrefixCache) -> None:
 def _read_leaves(name: str, model: Any, user: Any) -> list[Any]:
     """Returns the leaves of a model if they can stand for a user's. Raises ValueError naming the first that cannot."""
     leaves, structure = jax.tree.flatten(model)
+    if structure != user.structure and (difference := _compare_names(name, model, user)):
+        raise ValueError(
+            f"update takes the same model with other numbers, but it {difference}: make another Engine for another "
+            "model."
+        )
     pairs = list(zip(leaves, user.leaves, strict=False))
     wrong = next((i for i, (leaf, older) in enumerate(pairs) if not _can_replace(leaf, older)), None)
     if wrong is not None:
@@ -237,6 +242,19 @@ def _read_leaves(name: str, model: Any, user: Any) -> list[Any]:
             f"structure or config than the engine's {len(user.leaves)}: make another Engine for another model."
         )
     return [_place_alike(leaf, older) for leaf, older in pairs]
+
+
+def _compare_names(name: str, model: Any, user: Any) -> str:
+    """Returns the first leaf that only a user's model has, and the first that only another has, as a sentence goes on;
+    nothing if all have the same names."""
+
+    def list_names(x: Any) -> dict[str, None]:
+        return {f"{name}{jax.tree_util.keystr(path)}": None for path, _ in jax.tree_util.tree_leaves_with_path(x)}
+
+    given, own = list_names(model), list_names(jax.tree.unflatten(user.structure, user.leaves))
+    missing = next((f"has no {x}" for x in own if x not in given), None)
+    extra = next((f"has {x}" for x in given if x not in own), None)
+    return ", and ".join(filter(None, (missing, extra)))
 
 
 def _can_replace(leaf: Any, older: Any) -> bool:
