@@ -307,8 +307,9 @@ def test_weights_that_change_in_place_are_seen():
     with jaxkv.Engine(model, max_seqs=2, max_seq_len=64) as engine:
         older = engine.submit(list(b"import "), 4).result()
         nnx.update(model, jax.tree.map(lambda x: -x, nnx.state(model)))
-        with pytest.warns(UserWarning, match=r"has other parameters now.*engine\.update\(model\)"):
+        with pytest.warns(UserWarning, match=r"has other parameters now.*engine\.update\(model\)") as warned:
             assert engine.submit(list(b"import "), 4).result() == older
+        assert warned[0].filename == __file__
         assert engine.submit(list(b"import "), 4).result() == older  # it is said once
         engine.update(model)
         assert engine.submit(list(b"import "), 4).result() != older

@@ -1,6 +1,7 @@
 """Weights that change under an engine, and memory that it lends to a trainer: rollouts within a training program."""
 
 import contextlib
+import pathlib
 import warnings
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.hosts.lockstep import LockstepCores
 from jaxkv._engine.runner.fingerprint import fingerprint
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
+
+PACKAGE = str(pathlib.Path(__file__).parents[2])
 
 
 class Updatable(Closable):
@@ -202,7 +205,7 @@ class Updatable(Closable):
             warnings.warn(
                 "The model that this Engine was made with has other parameters now, and the engine goes on with those "
                 "that it was given: engine.update(model) takes the new ones.",
-                stacklevel=3,
+                skip_file_prefixes=(PACKAGE,),
             )
 
 
