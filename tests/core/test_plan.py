@@ -193,9 +193,10 @@ def test_a_step_without_its_extend():
     """What extend made room for is known outside of jit: that of the step before, of more tokens than are given."""
     cache = jaxkv.extend(filled(), [2, 0, 0, 1])
     q, kv = normal((ROWS, 1, HEADS, 8), 1), normal((ROWS, 1, 2, 8), 2)
-    with pytest.raises(ValueError, match="room for 2 tokens of a row in this step, but q has slots for 1"):
+    with pytest.raises(ValueError, match="room for 2 tokens of a row in this step, but q has slots for 1") as padded:
         jaxkv.attention(q, kv, kv, cache, layer=0)
-    with pytest.raises(ValueError, match="room for 3 tokens in this step, but q has slots for 2"):
+    assert str(padded.value).endswith("Padded arrays are [S, T, heads, D], of 4 rows with 1 slot each.")
+    with pytest.raises(ValueError, match=r"room for 3 tokens in this step, but q has slots for 2: .* step's tokens\.$"):
         jaxkv.attention(q[:2, 0], kv[:2, 0], kv[:2, 0], cache, layer=0)
 
 

@@ -162,8 +162,16 @@ def check_extended(layer: Layer, token_axes: tuple[int, ...]) -> None:
         raise ValueError(
             f"extend has made room for {most} tokens{' of a row' * (len(token_axes) == 2)} in this step, but q has "
             f"slots for {token_axes[-1]}: call cache = jaxkv.extend(cache, num_tokens) once before each step's first "
-            "layer, with the numbers of that step's tokens."
+            "layer, with the numbers of that step's tokens." + _describe_padding(token_axes)
         )
+
+
+def _describe_padding(token_axes: tuple[int, ...]) -> str:
+    """Returns how padded arrays were read, for who has heads before tokens; nothing for packed ones."""
+    if len(token_axes) == 1:
+        return ""
+    rows, slots = token_axes
+    return f" Padded arrays are [S, T, heads, D], of {rows} rows with {slots} slot{'s' * (slots != 1)} each."
 
 
 def layer_specs(layer: Layer) -> Any:
