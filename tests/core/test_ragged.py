@@ -91,6 +91,7 @@ BAD = {
     "and end in padding": lambda: jaxkv.counts(segment_ids=[1, 0, 2], max_seqs=2, check=True),
     "go up to 3, but max_seqs is 2": lambda: jaxkv.counts(segment_ids=[1, 3], max_seqs=2, check=True),
     "x must be [S, T, ...] and counts [S]": lambda: jaxkv.left_align([[1, 2]], [1, 1]),
+    "of packed tokens, x[cumsum(counts) - 1] are the last ones": lambda: jaxkv.last([[1, 2]], [1, 1]),
     "counts must be integers, not float32": lambda: jaxkv.last([[1, 2]], np.ones(1, np.float32)),
 }
 

@@ -104,11 +104,14 @@ def right_align(x: Any, counts: Any) -> jax.Array:
 def last(x: Any, counts: Any) -> jax.Array:
     """Returns the entry at each row's last token, `[S, ...]` of `[S, T, ...]`; 0 for a row without tokens.
 
+    It is for padded tokens. Of packed ones, `x[jnp.maximum(jnp.cumsum(counts) - 1, 0)]` are the last; those of rows
+    without tokens mean nothing.
+
     >>> import jaxkv
     >>> jaxkv.last([[5, 6, 0, 0], [1, 2, 3, 4], [9, 9, 9, 9]], [2, 4, 0]).tolist()
     [6, 4, 0]
     """
-    x, counts = _rows(x, counts)
+    x, counts = _rows(x, counts, ": of packed tokens, x[cumsum(counts) - 1] are the last ones")
     if not x.shape[1]:
         return jnp.zeros((x.shape[0], *x.shape[2:]), x.dtype)
     places = jnp.clip(counts - 1, 0, x.shape[1] - 1)
@@ -124,11 +127,14 @@ def _roll(x: Any, counts: Any, direction: Any) -> jax.Array:
     return x[jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], index]
 
 
-def _rows(x: Any, counts: Any) -> tuple[jax.Array, jax.Array]:
+def _rows(x: Any, counts: Any, packed: str = "") -> tuple[jax.Array, jax.Array]:
+    """Returns both as arrays, checked. Raises ValueError, with `packed`: what does the same for packed tokens."""
     x, given = jnp.asarray(read_numbers("x", x)), read_numbers("counts", counts)
     counts = _integers("counts", given)
     if x.ndim < 2 or counts.shape != x.shape[:1]:
-        raise ValueError(f"x must be [S, T, ...] and counts [S], but their shapes are {x.shape} and {counts.shape}.")
+        raise ValueError(
+            f"x must be [S, T, ...] and counts [S], but their shapes are {x.shape} and {counts.shape}{packed}."
+        )
     if is_known(given):
         wrong = np.flatnonzero((given < 0) | (given > x.shape[1]))
         if wrong.size:
