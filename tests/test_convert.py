@@ -267,7 +267,8 @@ FLAX = {"cached_key": K[0], "cached_value": K[0], "cache_index": 3}
         (lambda c: c.from_hugging_face(HF, padding="top"), "padding must be 'left' or 'right', not 'top'"),
         (lambda c: c.from_hugging_face([]), "must have at least one layer"),
         (lambda c: c.from_hugging_face([(K[0], K[1])]), r"must have \[B, K, T, D\] in every layer, but layer 0"),
-        (lambda c: c.from_flax({"a": {}}), "has no cached_key: initialise the model's cache"),
+        (lambda c: c.from_flax({"a": {}}), r"a dict, has no cached_key: give variables\['cache'\]"),
+        (lambda c: c.from_flax(nnx.Linear(1, 1, rngs=nnx.Rngs(0))), r"a Linear, has .*nnx.state\(model, nnx.Cache\)"),
         (lambda c: c.from_flax({"a": {"cached_key": K[0]}}), "a lacks cached_value, cache_index"),
         (lambda c: c.from_flax({"a": FLAX | {"cached_key": K[0][0]}}), r"must be \[B, T, K, D\], but is \(12, 2, 8\)"),
         (

@@ -22,8 +22,8 @@ def from_flax(
     """Makes a cache from a decoding Flax model's: `cached_key`, `cached_value` and `cache_index` of its layers.
 
     Args:
-      collection: nested dicts, such as Linen's `variables["cache"]`, or for NNX
-        `nnx.to_pure_dict(nnx.state(model, nnx.Cache))`. Keys and values are `[B, T, K, D]`.
+      collection: nested dicts, such as Linen's `variables["cache"]`, or for NNX `nnx.state(model, nnx.Cache)`. Keys
+        and values are `[B, T, K, D]`.
       lengths: `i32[B]`; default: `cache_index`, which Flax keeps for the whole batch.
       paths: the attention modules in the order of the layers, such as "decoder/layer_0/attention"; default: all,
         sorted by name, numbers as numbers.
@@ -119,7 +119,10 @@ def _modules(collection: Mapping[Any, Any], paths: Sequence[str] | None) -> dict
 
     walk(collection, ())
     if not found:
-        raise ValueError("The collection has no cached_key: initialise the model's cache, with decode=True, first.")
+        raise ValueError(
+            f"The collection, a {type(collection).__name__}, has no cached_key: give variables['cache'] of a Linen "
+            "model, or nnx.state(model, nnx.Cache), after its cache was initialised, with decode=True."
+        )
     for path, module in found.items():
         if missing := [name for name in FLAX_NAMES if name not in module]:
             raise ValueError(f"{path} lacks {', '.join(missing)}.")
