@@ -131,7 +131,8 @@ class HostBlocks:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.pools, self.states, snapshots)))
 
     def __repr__(self) -> str:
-        return f"HostBlocks({self.num_tokens} tokens of {len(self)} rows, {self.bytes} bytes)"
+        rows = f"{len(self)} row{'s' * (len(self) != 1)}"
+        return f"HostBlocks({self.num_tokens} tokens of {rows}, {self.bytes} bytes)"
 
 
 _DATA = [field.name for field in dataclasses.fields(HostBlocks) if not field.metadata.get("static")]

@@ -49,7 +49,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     >>> kv = jnp.ones((1, 2, 20, 2, 8))
     >>> cache, host = jaxkv.swap_out(jaxkv.append(cache, kv, kv, [20, 5]), 0)
     >>> host, cache.lengths.tolist()
-    (HostBlocks(20 tokens of 1 rows, 2048 bytes), [0, 5])
+    (HostBlocks(20 tokens of 1 row, 2048 bytes), [0, 5])
     >>> jaxkv.swap_in(cache, 0, host).lengths.tolist()
     [20, 5]
     """

@@ -184,7 +184,7 @@ class Tokenizer:
             return found
         raise ValueError(
             f"{self.folder} has no chat template, {self._files.template_places}: a model without one is not made for "
-            "chats, so give encode a text to continue."
+            "chats. Have it continue a text: by encode in Python, generate on the command line, or /v1/completions."
         )
 
 

@@ -220,7 +220,7 @@ def test_layers_of_several_kinds_and_what_is_refused():
         jaxkv.gather(cache, 0, layer=0, raw=True)
     with pytest.raises(ValueError, match=r"int4 stores two numbers to a byte, .* but layer 0 has 15"):
         make_config("int4", (jaxkv.LayerConfig(num_kv_heads=1, head_dim=15),), head_dim_multiple=1)
-    for layer, rows in ((dict(rank=32), "latent"), (dict(v_head_dim=32), "with v_head_dim")):
+    for layer, rows in ((dict(rank=32), "latent"), (dict(v_head_dim=32), "one with v_head_dim")):
         with pytest.raises(ValueError, match=rf"k5v3 stores .* of one width, but layer 0 is {rows}, .* \"int4\" or"):
             make_config("k5v3", (jaxkv.LayerConfig(num_kv_heads=1, head_dim=64, **layer),))
     with pytest.raises(ValueError, match=r"one of bfloat16, .*, not fp8: did you mean float8_e4m3fn\?$"):

@@ -226,7 +226,7 @@ def test_blocks_lie_in_host_memory():
             "pinned_host" if "pinned_host" in kinds else jax.devices()[0].default_memory().kind
         }
     assert host.bytes == sum(x.nbytes for x in host.blocks if x is not None)
-    assert repr(host) == f"HostBlocks(11 tokens of 1 rows, {host.bytes} bytes)"
+    assert repr(host) == f"HostBlocks(11 tokens of 1 row, {host.bytes} bytes)"
 
 
 def test_host_blocks_can_be_pickled():

@@ -20,7 +20,7 @@ def check_formats(config: ByteSizes) -> None:
                 f"layer {i} has {layer.row_dim} and {config.head_dim_multiple}: choose another dtype for it."
             )
         if not can_hold(layer, kind):
-            rows = "latent" if layer.v_head_dim is None else "with v_head_dim"
+            rows = "latent" if layer.v_head_dim is None else "one with v_head_dim"
             raise ValueError(
                 f"{kind.name} stores keys and values of one width, but layer {i} is {rows}, whose rows hold both: "
                 'choose "int4" or "int8" for it.'
