@@ -1,7 +1,10 @@
 """Kernels of one's own, and what of this package is reachable by name."""
 
+import dataclasses
 import functools
+import inspect
 import os
+import re
 import subprocess
 import sys
 import types
@@ -15,6 +18,7 @@ import pallas_kernels
 from pallas_kernels import reference, reference_mixers, testing
 from pallas_kernels.api import backends
 from pallas_kernels.api.attention_dispatch import forget_choices
+from pallas_kernels.common.batch import Call, MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.gpu import interpreter
 
 
@@ -175,3 +179,17 @@ def test_the_gpu_interpreter_says_where_it_may_hang(monkeypatch):
         testing.run(pallas_kernels.gpu.paged_attention, *inputs, interpret=True)
     monkeypatch.setattr(jax, "devices", lambda platform: devices * 4)
     interpreter.check_interpreter_threads()
+
+
+def test_help_names_what_a_backend_is_asked_for():
+    """All members, and all options that a call may have beyond plain causal attention."""
+    described = pallas_kernels.Backend.__doc__
+    members = re.findall(r"^      (\w+): ", described, re.MULTILINE)
+    assert members == [*pallas_kernels.Backend.__annotations__, "mixers"]
+    mask = MaskSpec(causal=False, **{name: 1 for name in ("chunk", "sink_tokens", "residual_length")})
+    mask = dataclasses.replace(mask, **{name: 1 for name in ("spans", "tree", "blocks", "tokens")})
+    batch = PagedBatch(None, None, None, context_shard=1)
+    call = Call(StoredKV(None), batch, mask, SoftmaxOptions(alibi=1, deterministic=True))
+    (options,) = re.findall(r"OPTIONS: .*?, of (.*?)\. A call", described, re.DOTALL)
+    assert re.findall(r"`(\w+)`", options) == sorted(call.given_options())
+    assert len(call.given_options()) == len(re.findall(r'"\w+":', inspect.getsource(Call.given_options)))
