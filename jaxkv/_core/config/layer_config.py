@@ -181,6 +181,14 @@ class LayerConfig:
                 f"num_kv_heads {self.num_kv_heads} and head_dim {self.head_dim}: make it with LayerConfig.latent."
             )
 
+    def replace(self, **changes: Any) -> "LayerConfig":
+        """Returns this config with other fields, such as a loaded model's layer with a window.
+
+        >>> LayerConfig(num_kv_heads=2, head_dim=64).replace(window=1024, sink_tokens=4)
+        LayerConfig(num_kv_heads=2, head_dim=64, window=1024, sink_tokens=4)
+        """
+        return dataclasses.replace(self, **changes)
+
     @classmethod
     def latent(cls, rank: int = 512, rope_dim: int = 64, **fields: Any) -> "LayerConfig":
         """Makes a layer that stores one latent row `[rank + rope_dim]` per token, without heads. The row's first `rank`
