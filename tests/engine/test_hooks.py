@@ -179,6 +179,26 @@ def test_numbers_that_do_not_fit_are_refused():
     list(engine.run())
 
 
+def test_what_is_refused_fixes_no_form(tmp_path):
+    """A load of requests of which one does not fit, recompute, which accepts none, and a submit to a full engine."""
+    other = {"other": 1}
+    long = jaxkv.Engine(Checksum(WINDOWS), **ROOM | {"max_seq_len": 96}, logits_hook=lambda logits, _: logits)
+    long.submit([1], 2, hook_args=other)
+    long.submit([1] * 90, 2)
+    long.save(tmp_path / "engine")
+    engine = jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook, max_waiting=1)
+    with pytest.raises(jaxkv.CacheFileError, match=r"Request 1 of .* cannot go on here"):
+        engine.load(tmp_path / "engine")
+    with pytest.raises(TypeError, match="logits_at"):  # this model cannot do without a cache
+        engine.recompute([1], [2], hook_args=other)
+    for token in range(4):
+        engine.submit([token], 2)
+    with pytest.raises(jaxkv.EngineFull):
+        engine.submit([5], 2, hook_args=other)
+    list(engine.run())
+    assert engine.submit([5], 2, hook_args=NOTHING).result() == expected([5], 2, **NOTHING)
+
+
 def test_prompts_are_no_output():
     @dataclasses.dataclass
     class Told:

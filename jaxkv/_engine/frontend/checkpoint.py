@@ -4,6 +4,7 @@ The file is that of a saved cache (see `_files/format`), checked and replaced in
 requests. Saved rows need not be computed again; all other state follows from the requests.
 """
 
+import copy
 import functools
 import os
 from typing import Any
@@ -13,6 +14,7 @@ from jaxkv._core.state.errors import CacheFileError
 from jaxkv._core.state.interrupts import Numbers
 from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.requests.entries import read_request, render_request
+from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._engine.requests.stops import TextStops, TokenizerLike, check_tokenizer
@@ -97,8 +99,9 @@ class Resumable(Closable):
                     "one: load it with the model that it was saved with."
                 )
             file.check_layers(self.config)
+            hook_args = copy.copy(self._reader.hook_args)  # refused ones fix the form of none
             try:
-                first, requests, sequences = self._read(file, file.saved.metadata[KEY], tokenizer)
+                first, requests, sequences = self._read(file, file.saved.metadata[KEY], tokenizer, hook_args)
             except (TypeError, KeyError, AttributeError, IndexError, OverflowError, _Wrong) as error:
                 raise CacheFileError(
                     f"{path} holds requests that this version of jaxkv cannot read ({error}): load it with the version "
@@ -107,13 +110,14 @@ class Resumable(Closable):
             for request in requests:
                 if why := self._problem(request):
                     raise CacheFileError(f"Request {request.number} of {path} cannot go on here: {why}.")
+            self._reader.hook_args.form = hook_args.form
             self._core.adopt(sequences)
             self._reader.news |= dict.fromkeys(requests)
             self._reader.numbers = Numbers(max(first, self._reader.numbers.next))
             return requests
 
     def _read(
-        self, file: SavedRows, state: dict[str, Any], tokenizer: TokenizerLike | None
+        self, file: SavedRows, state: dict[str, Any], tokenizer: TokenizerLike | None, hook_args: HookArgs
     ) -> tuple[int, list[Request], list[Sequence]]:
         if state["version"] != VERSION:
             raise _Wrong(f"they are in version {state['version']}")
@@ -130,7 +134,7 @@ class Resumable(Closable):
             for entry in state["requests"]:
                 request = read_request(
                     entry,
-                    self._reader.hook_args,
+                    hook_args,
                     tokenizer=tokenizer if "stop_strings" in entry else None,
                     read_adapter=self._reader.read_adapter,
                     news=self._reader.news,

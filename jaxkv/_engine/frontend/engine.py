@@ -1,5 +1,6 @@
 """The engine: continuous batching of requests, with asynchronous steps that do not wait for the one before."""
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Unpack
 
@@ -371,12 +372,11 @@ class Engine(Servable, Resumable, Updatable):
             adapter=adapter,
             keep_prefix=keep_prefix,
             priority=priority,
-            hook_args=hook_args,
             include_stop=include_stop,
             on_token=on_token,
         )
         self._refuse_full(len(samples))
-        request = self._reader.make(prompt, limit, samples)
+        request = self._reader.make(prompt, limit, samples, hook_args)
         if not self._core.is_busy:
             self._warn_of_other_weights()
         self._core.submitted.append(request)
@@ -519,8 +519,9 @@ class Engine(Servable, Resumable, Updatable):
             raise ValueError("The prompt and the output must be lists of token ids, and the prompt not empty.")
         if hook_args is not None or self._reader.hook_args.form is not None:
             self._refuse_lockstep("recompute where requests have hook_args")
-        own = self._reader.read_adapter(adapter), self._reader.read_hook_args(hook_args), self._reader.hook_args
-        column, form = column_of(choice, index, len(prompt), *own)
+        number, known = self._reader.read_adapter(adapter), copy.copy(self._reader.hook_args)
+        leaves = self._reader.read_hook_args(hook_args, known)
+        column, form = column_of(choice, index, len(prompt), number, leaves, known)
         if isinstance(self._core, LockstepCores):
             with self._exclusive(is_brief=True):
                 chosen = self._core.recompute(tokens, column.tolist(), choice.kind)

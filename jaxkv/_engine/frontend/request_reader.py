@@ -103,21 +103,21 @@ class RequestReader:
             include_stop=flag("include_stop", options["include_stop"]),
             on_token=read_callback(options["on_token"]),
         )
-        stops = [read_stops(stop, tokenizer, prompt) for _ in choices]
-        hook_args = self.read_hook_args(options["hook_args"])  # last: the first ones fix the form of all
         return limit, [
             dataclasses.replace(
                 shared,
                 choice=choice,
-                stops=own,
-                hook_args=hook_args,
+                stops=read_stops(stop, tokenizer, prompt),
                 num_prompt_logprobs=None if j else num_prompt_logprobs,  # all have the first one's
             )
-            for j, (choice, own) in enumerate(zip(choices, stops, strict=True))
+            for j, choice in enumerate(choices)
         ]
 
-    def make(self, prompt: Any, limit: int, samples: list[RequestParams]) -> Request:
-        """Makes the request of samples that were read."""
+    def make(self, prompt: Any, limit: int, samples: list[RequestParams], hook_args: Any) -> Request:
+        """Makes the request of samples that were read. Raises ValueError for hook_args alone, of which the first fix
+        the form of all: so they are read last."""
+        leaves = self.read_hook_args(hook_args, self.hook_args)
+        samples = [dataclasses.replace(params, hook_args=leaves) for params in samples]
         made = [self._make(params, self.numbers.take(), prompt, limit, self.news) for params in samples]
         return Request.several(made)
 
@@ -164,11 +164,11 @@ class RequestReader:
             temperature, top_k, top_p, min_p, self.read_default("seed") if seed is None else seed, draws
         )
 
-    def read_hook_args(self, hook_args: Any) -> Any:
-        """Returns the numbers of a request for the hook. Raises ValueError."""
+    def read_hook_args(self, hook_args: Any, known: HookArgs) -> Any:
+        """Returns the numbers of a request for the hook, as `known` reads them. Raises ValueError."""
         if hook_args is not None and not self.has_hook:
             raise ValueError("hook_args are for a logits_hook, and this Engine has none: make it with logits_hook=.")
-        return self.hook_args.read(hook_args)
+        return known.read(hook_args)
 
     def read_adapter(self, adapter: Any) -> int:
         """Returns the number of an adapter. Raises ValueError."""
