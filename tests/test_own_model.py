@@ -156,6 +156,35 @@ def test_what_is_no_model_at_all(what):
         jaxkv.generate(what, [[1, 2]], max_new_tokens=1)
 
 
+class DenseToo(Good):
+    """Takes the recipes of docs/your_model.md for calls without a cache, with an adapter that shifts its inputs."""
+
+    def __call__(self, tokens, *, cache, adapters):
+        own = adapters[:, None] if cache is None else adapters[jaxkv.plan_step(cache, tokens.shape).token.row]
+        return self.body((tokens + own) % VOCAB, cache)
+
+    def positions(self, cache, shape):
+        return jnp.arange(shape[1])[None] if cache is None else super().positions(cache, shape)
+
+    def attend(self, x, cache, layer):
+        if cache is None:
+            return jax.nn.dot_product_attention(*[x[..., None, :]] * 3, is_causal=True)[..., 0, :], None
+        return super().attend(x, cache, layer)
+
+
+def test_recompute_asks_for_dense_attention():
+    engine = jaxkv.Engine(DenseToo(), max_seqs=2, max_seq_len=16)
+    outputs = [engine.submit([1, 2, 3], 6, adapter=adapter).result() for adapter in (0, 5)]
+    assert outputs[0] != outputs[1]
+    for adapter, output in zip((0, 5), outputs, strict=True):
+        assert engine.recompute([1, 2, 3], output, adapter=adapter) == output
+    said = (
+        r"The model fails without a cache \(ValueError: cache must be .*\)\. recompute calls it with .* dense attention"
+    )
+    with pytest.raises(ValueError, match=said):
+        jaxkv.Engine(Good(), max_seqs=2, max_seq_len=16).recompute([1, 2, 3], [4])
+
+
 class Enumerated(Good):
     def positions(self, cache, shape):
         return jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), shape)

@@ -189,7 +189,7 @@ def test_what_is_refused_fixes_no_form(tmp_path):
     engine = jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook, max_waiting=1)
     with pytest.raises(jaxkv.CacheFileError, match=r"Request 1 of .* cannot go on here"):
         engine.load(tmp_path / "engine")
-    with pytest.raises(TypeError, match="logits_at"):  # this model cannot do without a cache
+    with pytest.raises(ValueError, match="The model fails without a cache"):
         engine.recompute([1], [2], hook_args=other)
     for token in range(4):
         engine.submit([token], 2)

@@ -179,7 +179,7 @@ def _check_call(
         if is_divided:
             return None
         raise ValueError(
-            f"The model fails on {layout} tokens i32{list(tokens)} ({type(error).__name__}: {_shorten(str(error))}). "
+            f"The model fails on {layout} tokens i32{list(tokens)} ({describe_error(error)}). "
             f"An engine calls it with i32[N], the tokens of all rows one after another, and with i32[S, 1]. {PAGE}"
         ) from error
     if problem:
@@ -216,10 +216,11 @@ def _find_problems(result: Any, cache: Cache, wanted: tuple[int, ...], given: st
     return []
 
 
-def _shorten(message: str) -> str:
-    """Returns the first line, whole where it is a refusal of this library: its end is the way out."""
-    first = message.strip().partition("\n")[0].removesuffix(".")
-    return first if len(first) <= MOST_SHOWN else f"{first[: MOST_SHOWN - 1]}…"
+def describe_error(error: Exception) -> str:
+    """Returns the type and first line of an error, whole where it is a refusal of this library: its end is the way
+    out."""
+    first = str(error).strip().partition("\n")[0].removesuffix(".")
+    return f"{type(error).__name__}: {first if len(first) <= MOST_SHOWN else f'{first[: MOST_SHOWN - 1]}…'}"
 
 
 def _describe(x: Any) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxkv._core.state.sharding import share
-from jaxkv._engine.programs.model import ADAPTERS_ARGUMENT, takes
+from jaxkv._engine.programs.model import ADAPTERS_ARGUMENT, PAGE, describe_error, takes
 from jaxkv._engine.programs.program_cache import share_programs
 from jaxkv._engine.programs.step_rows import ADAPTER, Asked, Hook, apply_hook, rows_so_far
 from jaxkv._engine.requests.hook_args import Form
@@ -23,7 +23,13 @@ def recompute_program(model: Any, hook: Hook | None, width: int, place: NamedSha
     def program(leaves, tokens, column, *, kind, form):
         whole = jax.tree.unflatten(model, leaves)
         own = {ADAPTERS_ARGUMENT: column[ADAPTER][None]} if takes(whole, ADAPTERS_ARGUMENT) else {}
-        logits, _ = whole(tokens[None], cache=None, **own)
+        try:
+            logits, _ = whole(tokens[None], cache=None, **own)
+        except Exception as error:
+            raise ValueError(
+                f"The model fails without a cache ({describe_error(error)}). recompute calls it with cache=None and "
+                f"tokens i32[1, {tokens.shape[0]}]: give its layers dense attention for such calls. {PAGE}"
+            ) from error
         logits, count = logits[0].astype(jnp.float32), tokens.shape[0]
         lengths = jnp.arange(1, count + 1, dtype=jnp.int32)
         asked = Asked.unpack(jnp.broadcast_to(column[:, None], (column.shape[0], count)), form)
