@@ -9,7 +9,7 @@ from typing import Any
 class OptionParser(argparse.ArgumentParser):
     """A parser whose namespace has `options`: the option of each name that it has in Python.
 
-    `add_argument` takes `names`, those of an option beside its own.
+    `add_argument` takes `names`, those of an option beside its own: "CacheConfig.dtype" stands before "dtype".
     """
 
     def __init__(self, **fields: Any):
@@ -43,6 +43,6 @@ def name_options(sentence: str, options: Mapping[str, str]) -> str:
         name, behind = found["name"], sentence[found.end() :]
         is_first = found.start() == 0 and behind.startswith(" must ")
         is_name = found["owner"] or found["bare"] or "_" in name or behind.startswith("=") or is_first
-        return options[name] if is_name else found[0]
+        return options.get(f"{found['owner']}{name}", options[name]) if is_name else found[0]
 
     return re.sub(rf"{before}(?P<owner>[A-Z]\w*\.)?(?P<name>{names}){after}{bare}", name_option, sentence)

@@ -21,7 +21,12 @@ def add_model(add: Any, default: str | None) -> None:
     add("--model", type=pathlib.Path, required=default is None, help=text)
     dtype = "the checkpoint's" if default is None else "float32 for the built-in model, else the checkpoint's"
     add("--dtype", help=f"compute and cache in this dtype; default: {dtype}")
-    add("--cache-dtype", choices=DTYPES, help="store keys and values in this; default: what is computed in")
+    add(
+        "--cache-dtype",
+        choices=DTYPES,
+        names=("CacheConfig.dtype",),
+        help="store keys and values in this; default: what is computed in",
+    )
     newest = "with a quantized --cache-dtype: read so many of the newest tokens as bfloat16, such as 32; default: none"
     add("--residual-length", type=parse_count, help=newest)
     add("--devices", type=int, default=1, help="divide model and cache over so many devices; default: %(default)s")

@@ -52,6 +52,19 @@ def test_a_wrong_value_is_told_by_its_option(command, value, folder, tmp_path, m
         assert not [name for name in names if not name.startswith("float8")], sentence
 
 
+def test_an_option_names_the_one_that_it_goes_with(folder, capsys):
+    assert main(["generate", "--model", str(folder), "--prompt", "a", "--residual-length", "16"]) == 2
+    assert re.fullmatch(
+        r"jaxkv: --residual-length=16 is for quantized layers, and no layer is one: leave it out, or give "
+        r"--cache-dtype a quantized format, one of int8, .*k5v3\.\n",
+        capsys.readouterr().err,
+    )
+    told = ["plan", "--model", str(folder), "--residual-length", "16", "--dtype"]
+    assert main([*told, "bfloat16"]) == 2
+    assert "--residual-length=16 is for quantized layers: leave it out, or give --dtype a" in capsys.readouterr().err
+    assert main([*told, "int4", "--dtype", "bfloat16"]) == 0
+
+
 def test_every_parser_of_a_command_knows_its_options():
     options = argparse.Namespace()
     for command, add in COMMANDS.items():
@@ -66,6 +79,7 @@ def test_every_parser_of_a_command_knows_its_options():
     [
         ("CacheConfig.top_k=3 is wrong: lower top_k.", "--top-k=3 is wrong: lower --top-k."),
         ("seed must be 1.", "--seed must be 1."),
+        ("Give CacheConfig.seed a number, or Engine.seed.", "Give --cache-seed a number, or --seed."),
         ("The seed must be 1: any seed.", "The seed must be 1: any seed."),
         ("Blocks need disk_bytes, or disk=.", "Blocks need --most, or --folder."),
         ('"top_k" in a/top_k/x.json and top_k.json, not top_k_y or x.top_k', None),
@@ -73,5 +87,11 @@ def test_every_parser_of_a_command_knows_its_options():
     ],
 )
 def test_only_names_are_replaced(sentence, said):
-    names = {"top_k": "--top-k", "seed": "--seed", "disk": "--folder", "disk_bytes": "--most"}
+    names = {
+        "top_k": "--top-k",
+        "seed": "--seed",
+        "disk": "--folder",
+        "disk_bytes": "--most",
+        "CacheConfig.seed": "--cache-seed",
+    }
     assert name_options(sentence, names) == (said or sentence)

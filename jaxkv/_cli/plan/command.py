@@ -24,7 +24,7 @@ from jaxkv._core.config.kv_packing import can_hold
 from jaxkv._core.config.layer_config import STATE_DTYPES, LayerConfig, kind_of
 from jaxkv._core.config.validation import integer, show
 from jaxkv._files.hub import find_model
-from pallas_kernels.common.quantization import FORMATS
+from pallas_kernels.common.quantization import FORMATS, QUANTIZED
 
 MOST_LENGTHS = 64 << 20  # bytes of a file of lengths
 MOST_SHAPES = 12  # in a table; JSON lists all
@@ -37,6 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
         integer("--block-size", size, least=1)
     if arguments.residual_length is not None:
         integer("--residual-length", arguments.residual_length, least=1)
+        if not {*(arguments.dtype or QUANTIZED)} & {*QUANTIZED}:
+            raise ValueError(
+                f"--residual-length={arguments.residual_length} is for quantized layers: leave it out, or give --dtype "
+                f"a quantized format, one of {', '.join(QUANTIZED)}."
+            )
     if not is_config_file(arguments.model):  # which is enough
         arguments.model = find_model(arguments.model, weights=False)
     config, refused = _read_model(arguments.model)

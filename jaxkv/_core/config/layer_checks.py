@@ -6,6 +6,7 @@ from jaxkv._core.config.byte_sizes import ByteSizes
 from jaxkv._core.config.kv_packing import can_hold
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import MOST_INDEX
+from pallas_kernels.common.quantization import QUANTIZED
 
 
 def check_formats(config: ByteSizes) -> None:
@@ -54,7 +55,7 @@ def check_residual(config: ByteSizes, layers: Sequence[LayerConfig], length: int
     if not any(layer.keeps_quantized(config.dtype) for layer in layers):
         raise ValueError(
             f"CacheConfig.residual_length={length} is for quantized layers, and no layer is one: leave it out, or "
-            'choose a dtype such as "int4".'
+            f"give CacheConfig.dtype a quantized format, one of {', '.join(QUANTIZED)}."
         )
     if config.layout == "contiguous":
         raise ValueError(
