@@ -95,7 +95,7 @@ def dense_attention(
     Raises:
       ValueError: invalid options.
     """
-    check_numbers(scale, soft_cap, window)
+    check_numbers(scale, soft_cap, window, chunk)
     *leading, num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[-2]
     scale = head_dim**-0.5 if scale is None else scale

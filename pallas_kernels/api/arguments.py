@@ -1,24 +1,40 @@
 """What the front door checks of shapes, dtypes and options: each refusal says what was expected and what came."""
 
 import functools
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.api.show import show
 from pallas_kernels.common.batch import Call, MaskSpec, StoredKV
 from pallas_kernels.common.quantization import QUANTIZED
 
+POOL = ("kv", "tables", "lengths", "new")  # arrays that no op can do without
+MOST_INDEX = 2**31 - 1
+LARGEST = float(np.finfo(np.float32).max)
+# What None says in the place of an integer.
+NONE_MEANS = {
+    "window": "no window", "chunk": "no chunks", "sink_tokens": "no first tokens", "rank": "no latent rows",
+    "residual_length": "that tokens see their row's newest tokens too",
+}  # fmt: skip
 
-def check_pool(call: Call) -> None:
-    """Raise for what is no array, and for a pool, tables or counts that are not of their shapes and dtypes."""
+
+def check_pool(call: Call, needed: Collection[str]) -> None:
+    """Raise for what is no array, and for a pool, tables, counts or tokens that are not of their shapes and dtypes.
+
+    Args:
+      needed: names of arrays that may not be None; none, where only shapes are asked about.
+    """
     stored, batch = call.stored, call.batch
     kv, tables = stored.kv, batch.block_tables
     counts = {"lengths": batch.kv_lens, "new": batch.query_lens, "offsets": batch.query_starts}
     arrays = {"q": call.q, "k": call.k, "v": call.v, "kv": kv, "kv_scale": stored.scale, "tables": tables} | counts
     for name, x in arrays.items():
-        if x is not None and not (hasattr(x, "shape") and hasattr(x, "dtype")):
-            raise ValueError(f"{name} must be an array, not a {type(x).__name__}: make it one by jnp.asarray.")
+        if x is not None or name in needed:
+            _check_array(name, x)
+    _check_integer("rank", stored.latent_rank)
     halves, latent = (2, "") if stored.latent_rank is None else (1, " of latent rows")
     if kv.ndim != 5 or kv.shape[1] != halves:
         raise ValueError(
@@ -32,8 +48,33 @@ def check_pool(call: Call) -> None:
                 f"{name} must have one entry for each of the {tables.shape[0]} rows, but its shape is {x.shape}."
             )
     for name, x in ({"tables": tables} | counts).items():
-        if x is not None and x.dtype != jnp.int32:
+        if x is not None and x.dtype != jnp.int32 and needed:
             raise ValueError(f"{name} must be int32, not {x.dtype}: convert it with {name}.astype(jnp.int32).")
+    for name, inner in {"q": "H, D", "k": "K, D"}.items():
+        if arrays[name] is not None:
+            _check_tokens(name, arrays[name], tables.shape[0], inner)
+    if (shard := batch.context_shard) is not None:
+        _check_array("stripe", shard)
+        if shard.dtype != jnp.int32 or shard.shape != (2,):
+            raise ValueError(
+                f"stripe must be i32[2], which of how many runs of every block the pool holds, not "
+                f"{shard.dtype}{list(shard.shape)}."
+            )
+
+
+def _check_array(name: str, x) -> None:
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise ValueError(f"{name} must be an array, not a {type(x).__name__}: make it one by jnp.asarray.")
+
+
+def _check_integer(name: str, x) -> None:
+    """Raise for what is neither an integer above 0 nor None."""
+    if x is None:
+        return
+    if isinstance(x, bool) or not isinstance(x, int | np.integer) or not 1 <= x <= MOST_INDEX:
+        raise ValueError(
+            f"{name} must be an integer from 1 to {MOST_INDEX}, not {show(x)}: None means {NONE_MEANS[name]}."
+        )
 
 
 def _check_tokens(name: str, x, rows: int, inner: str) -> None:
@@ -84,12 +125,13 @@ def check_new_scale(kv_scale, kind) -> None:
 
 def check_new(k, v, stored: StoredKV, rows: int) -> None:
     """Raise where a step's keys and values do not fit each other or the pool."""
-    _check_tokens("k", k, rows, "K, D")
     if stored.latent_rank is not None:
         if v is not None:
             raise ValueError(
                 f"v must be None for latent rows: their values are the first {stored.latent_rank} numbers of k."
             )
+    elif v is None:
+        raise ValueError("v must be an array like k: only latent rows, those of a pool with a rank, have none.")
     elif k.shape != v.shape or k.dtype != v.dtype:
         raise ValueError(f"k and v must be alike, but k is {k.dtype}{list(k.shape)} and v is {v.dtype}{list(v.shape)}.")
     if k.shape[-2] != stored.kv.shape[2]:
@@ -112,7 +154,7 @@ def check_query_heads(num_heads: int, num_kv_heads: int) -> None:
 def check_attention(call: Call) -> None:
     """Raise where queries and options do not fit each other or the pool."""
     q, (kv, rank), options = call.q, (call.stored.kv, call.stored.latent_rank), call.options
-    _check_tokens("q", q, call.batch.block_tables.shape[0], "H, D")
+    _check_kinds(call)
     num_heads, head_dim = q.shape[-2:]
     check_query_heads(num_heads, kv.shape[2])
     if call.stored.format.stored_dim(head_dim) > kv.shape[4]:
@@ -125,18 +167,12 @@ def check_attention(call: Call) -> None:
             "which these shapes do not tell."
         )
     _check_scales(call.stored, head_dim)
-    check_numbers(options.scale, options.soft_cap, call.mask.window)
-    for name, x in {"sinks": options.sinks, "mask": call.mask.mask}.items():
-        if x is not None and not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-            raise ValueError(f"{name} must be an array, not {type(x).__name__}: make one of it with jnp.asarray.")
     if options.sinks is not None and options.sinks.shape != (num_heads,):
         raise ValueError(
             f"sinks must have one entry for each of the {num_heads} query heads, but its shape is "
             f"{options.sinks.shape}."
         )
     chunk, window, mask = call.mask.chunk, call.mask.window, call.mask.mask
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be at least 1, not {chunk}: None means no chunks.")
     if chunk is not None and window is not None:
         raise ValueError(f"chunk={chunk} and window={window} cannot both limit what a token sees: leave one out.")
     if mask is not None and (mask.dtype != jnp.bool_ or mask.shape[:-1] != q.shape[:-2]):
@@ -173,39 +209,51 @@ def _check_scales(stored: StoredKV, head_dim: int) -> None:
     )
 
 
-def check_numbers(scale, soft_cap, window) -> None:
-    """Raise for numbers that no logit can be made of, or no window."""
+def _check_kinds(call: Call) -> None:
+    """Raise for options that are no number, integer, flag or array where one is taken."""
+    mask, options = call.mask, call.options
+    check_numbers(options.scale, options.soft_cap, mask.window, mask.chunk)
+    for name in ("sink_tokens", "residual_length"):
+        _check_integer(name, getattr(mask, name))
+    flags = {"causal": mask.causal, "deterministic": options.deterministic, "return_lse": options.return_lse}
+    for name, x in flags.items():
+        if not isinstance(x, bool | np.bool):
+            raise ValueError(f"{name} must be True or False, not {show(x)}.")
+    arrays = {name: getattr(options, name) for name in ("sinks", "alibi", "shared")}
+    arrays |= {name: getattr(mask, name) for name in ("mask", "spans", "tree", "blocks", "tokens")}
+    for name, x in arrays.items():
+        if x is not None:
+            _check_array(name, x)
+
+
+def check_numbers(scale, soft_cap, window, chunk) -> None:
+    """Raise for numbers that no logit can be made of, or no window or chunk."""
     for name, x in {"scale": scale, "soft_cap": soft_cap}.items():
+        if isinstance(x, np.ndarray) and not x.shape:
+            x = x.item()
         if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             if x.shape:
                 raise ValueError(f"{name} must be a number or a scalar array, but its shape is {x.shape}.")
             if not jnp.issubdtype(x.dtype, np.number):
                 raise ValueError(f"{name} must be a number or a scalar array of one, not of {x.dtype}.")
         elif x is not None and not _is_above_0(x):
-            raise ValueError(f"{name} must be a finite number above 0, not {x!r:.99}: leave it out for the default.")
-    if window is None:
-        return
-    if isinstance(window, bool) or not isinstance(window, int | np.integer):
-        raise ValueError(f"window must be an integer, not {window!r:.99}.")
-    if window < 1:
-        raise ValueError(f"window must be at least 1 (a token sees itself), not {window}: None means no window.")
+            raise ValueError(f"{name} must be a finite number above 0, not {show(x)}: leave it out for the default.")
+    _check_integer("window", window)
+    _check_integer("chunk", chunk)
 
 
 def _is_above_0(x) -> bool:
     """Tells whether `x` is a Python or NumPy number above 0 that float32 can hold."""
-    is_real = isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
-    return is_real and 0 < x <= float(np.finfo(np.float32).max)
+    x = x.item() if isinstance(x, np.generic) else x
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x <= LARGEST
 
 
 def _check_variants(call: Call) -> None:
     """Raise for options that say who sees whom and are of another shape, or exclude each other."""
     q, rows, mask, options = call.q, call.batch.block_tables.shape[0], call.mask, call.options
     num_heads = q.shape[-2]
-    if (first := mask.sink_tokens) is not None:
-        if isinstance(first, bool) or not isinstance(first, int | np.integer) or first < 1:
-            raise ValueError(f"sink_tokens must be an integer, at least 1, not {first!r}: None means no first tokens.")
-        if mask.window is None:
-            raise ValueError("sink_tokens are seen beside a window, and there is none: give window, or leave them out.")
+    if mask.sink_tokens is not None and mask.window is None:
+        raise ValueError("sink_tokens are seen beside a window, and there is none: give window, or leave them out.")
     alibi, blocks, shared = options.alibi, mask.blocks, options.shared
     if alibi is not None and (alibi.shape != (num_heads,) or not jnp.issubdtype(alibi.dtype, jnp.floating)):
         raise ValueError(
@@ -227,9 +275,6 @@ def _check_variants(call: Call) -> None:
         )
     _check_tokens_option(call)
     _check_residual_length(mask)
-    for name, flag in {"causal": mask.causal, "deterministic": options.deterministic}.items():
-        if not isinstance(flag, bool | np.bool):
-            raise ValueError(f"{name} must be True or False, not {flag!r}.")
     if mask.tree is not None and (mask.spans is not None or mask.mask is not None):
         raise ValueError(
             f"tree says by itself what a token sees, and cannot be combined with "
@@ -250,11 +295,10 @@ def _check_tokens_option(call: Call) -> None:
     tokens, axes, mask = call.mask.tokens, call.q.shape[:-2], call.mask
     if tokens is None:
         return
-    if getattr(tokens, "dtype", None) != jnp.int32 or len(tokens.shape) != len(axes) + 1 or tokens.shape[:-1] != axes:
-        given = f"{tokens.dtype}{list(tokens.shape)}" if hasattr(tokens, "shape") else type(tokens).__name__
+    if tokens.dtype != jnp.int32 or len(tokens.shape) != len(axes) + 1 or tokens.shape[:-1] != axes:
         raise ValueError(
             f"tokens must be i32[{', '.join(map(str, axes))}, n], the positions that each token of q attends to, not "
-            f"{given}."
+            f"{tokens.dtype}{list(tokens.shape)}."
         )
     others = {name: getattr(mask, name) for name in ("tree", "spans", "mask", "blocks")}
     if beside := [name for name, x in others.items() if x is not None]:
@@ -264,14 +308,9 @@ def _check_tokens_option(call: Call) -> None:
 
 
 def _check_residual_length(mask: MaskSpec) -> None:
-    """Raise for a `residual_length` that is none, or beside what does not go by a token's position alone."""
-    if (length := mask.residual_length) is None:
+    """Raise for a `residual_length` beside what does not go by a token's position alone."""
+    if mask.residual_length is None:
         return
-    if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
-        raise ValueError(
-            f"residual_length must be an integer, at least 1, not {length!r}: None means that tokens see their row's "
-            "newest tokens too."
-        )
     others = {name: getattr(mask, name) for name in ("tree", "spans", "tokens", "blocks", "chunk")}
     others["causal=False"] = None if mask.causal else False
     if beside := [name for name, x in others.items() if x is not None]:
@@ -300,12 +339,3 @@ def _(kind: str, primals, tangents):
         f"Keys and values have no gradient where they are stored in {kind}, which rounds them: differentiate with a "
         "cache of float32 or bfloat16, or give jax.lax.stop_gradient of them, for the gradient of queries alone."
     )
-
-
-def check_context_shard(shard) -> None:
-    """Raise for a `stripe` that is none."""
-    if shard is not None and (shard.dtype != jnp.int32 or shard.shape != (2,)):
-        raise ValueError(
-            f"stripe must be i32[2], which of how many runs of every block the pool holds, not "
-            f"{shard.dtype}{list(shard.shape)}."
-        )

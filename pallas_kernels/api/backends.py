@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import jax
 
 from pallas_kernels.api.backend import Backend
+from pallas_kernels.api.show import show
 from pallas_kernels.common.batch import Call
 from pallas_kernels.common.platforms import current_platform, read_name
 
@@ -98,9 +99,9 @@ def unsupported(implementation: str, op: str, call: Call) -> str | None:
 
 def read_platform(platform: Any) -> str:
     """Returns a platform by any of its names. Raises ValueError for what is none."""
-    platform = read_name(platform)
-    if platform not in PLATFORMS and platform != current_platform():
-        raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, not {platform!r}.")
+    platform = read_name(platform) if isinstance(platform, str) else platform
+    if not isinstance(platform, str) or platform not in (*PLATFORMS, current_platform()):
+        raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, not {show(platform)}.")
     return platform
 
 

@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Collection, Set
 
 from pallas_kernels.api.arguments import (
+    POOL,
     check_attention,
-    check_context_shard,
     check_format,
     check_new,
     check_new_scale,
@@ -26,6 +26,7 @@ from pallas_kernels.api.backends import (
 )
 from pallas_kernels.api.mixers import explain_mixer
 from pallas_kernels.api.selection import explain_selection
+from pallas_kernels.api.show import show
 from pallas_kernels.common.batch import bundle_call
 from pallas_kernels.common.state_batch import MIXERS
 
@@ -173,10 +174,9 @@ def paged_attention(
         tokens=tokens,
         residual_length=residual_length,
     )
-    check_pool(call)
+    check_pool(call, ("q", *POOL))
     check_format(call.stored, q.shape[-1])
     check_attention(call)
-    check_context_shard(stripe)
     return attend(implementation, call)
 
 
@@ -228,16 +228,15 @@ def write_kv(
         lengths=lengths,
         new=new,
         offsets=offsets,
-        kv_scale=kv_scale if kind else None,
+        kv_scale=None if kind is None else kv_scale,
         kind=kind,
         rank=rank,
         stripe=stripe,
     )
-    check_pool(call)
+    check_pool(call, ("k", *POOL))
     check_format(call.stored, k.shape[-1])
     check_new_scale(kv_scale, kind)
     check_new(k, v, call.stored, tables.shape[0])
-    check_context_shard(stripe)
     return write(implementation, refuse_gradients(call)).pools
 
 
@@ -290,7 +289,7 @@ def write_and_attend(
         lengths=lengths,
         new=new,
         offsets=offsets,
-        kv_scale=kv_scale if kind else None,
+        kv_scale=None if kind is None else kv_scale,
         kind=kind,
         rank=rank,
         scale=scale,
@@ -301,7 +300,7 @@ def write_and_attend(
         return_lse=return_lse,
         **variants,
     )
-    check_pool(call)
+    check_pool(call, ("q", "k", *POOL))
     check_format(call.stored, q.shape[-1])
     check_new_scale(kv_scale, kind)
     check_new(k, v, call.stored, tables.shape[0])
@@ -342,8 +341,10 @@ def explain(
     >>> explain(q=q, kv=kv, tables=jax.ShapeDtypeStruct((2, 4), jnp.int32), platform="cpu").implementation
     'xla'
     """
-    if op in MIXERS:
+    if isinstance(op, str) and op in MIXERS:
         return explain_mixer(op, platform=platform, implementation=implementation, **arguments)
+    if not isinstance(op, str) or op not in OPS:
+        raise ValueError(f"op must be one of {', '.join((*OPS, *MIXERS))}, not {show(op)}.")
     if op == "select_tokens":
         check_names(op, arguments, SELECTED)
         return explain_selection(platform=platform, implementation=implementation, **arguments)
@@ -354,11 +355,12 @@ def explain(
         options = call.options
         if call.stored.latent_rank is not None and options.scale is None:  # which has no say in who runs
             options = dataclasses.replace(options, scale=1.0)
+        check_pool(call, ())
         check_attention(call._replace(options=options))
-        check_context_shard(call.batch.context_shard)
     return choose_checked(op, platform, implementation, call)
 
 
+OPS = ("paged_attention", "write_kv", "write_and_attend", "select_tokens")
 TAKEN = {name for f in (paged_attention, write_kv) for name in inspect.signature(f).parameters} - {"implementation"}
 SELECTED = {"q", "keys", "tables", "top_k", "kind", "stripe"}  # arguments of `explain_selection`
 

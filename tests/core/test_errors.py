@@ -300,7 +300,7 @@ CALLS = {
         r"scale must be a number or a scalar array, but its shape is \(2,\)",
     ),
     "soft_cap": (lambda c: attend(c, soft_cap=0.0), ValueError, "soft_cap must be a finite number above 0, not 0.0"),
-    "window": (lambda c: attend(c, window=0), ValueError, "window must be at least 1 .*, not 0: None means no window"),
+    "window": (lambda c: attend(c, window=0), ValueError, "window must be an integer from 1 .* not 0: None means no"),
     "window, a word": (lambda c: attend(c, window="a"), ValueError, "window must be an integer, not 'a'"),
     "window, a part": (lambda c: attend(c, window=2.5), ValueError, "window must be an integer, not 2.5"),
     "window, NaN": (lambda c: attend(c, window=float("nan")), ValueError, "window must be an integer, not nan"),

@@ -70,7 +70,7 @@ BAD_ATTENTION = BAD | {
     "soft_cap's shape": (lambda i: {"soft_cap": np.ones(1)}, r"soft_cap must be a number or a scalar array"),
     "window": (
         lambda i: {"window": 0},
-        r"window must be at least 1 \(a token sees itself\), not 0: None means no window",
+        r"window must be an integer from 1 to 2147483647, not 0: None means no window",
     ),
     "sinks": (lambda i: {"sinks": jnp.ones(2)}, r"sinks must have one entry for each of the 4 query heads.*\(2,\)"),
     "mask's dtype": (
@@ -135,6 +135,64 @@ def test_what_is_wrong_is_known_when_traced():
         jax.eval_shape(pallas_kernels.paged_attention, inputs.q[:, :, :3], *inputs[1:])
 
 
+NO_ARRAYS = [True, 1, 1.5, float("nan"), "1", b"1", [], [1], {}, object(), np.array("a"), np.bool(True), jnp.int32(2)]
+NO_INTEGERS = [True, 1.5, 0, -1, 2**31, 10**5000, np.int64(2**40), np.ones((2, 3)), np.bool(True), jnp.int32(2), "1"]
+NO_NUMBERS = [True, -1, 0, 10**400, 10**5000, float("inf"), np.array(-1.0), np.ones((2, 3)), jnp.ones(1), "1", [], 1j]
+NO_FLAGS = [1, 0, None, "", 10**5000, np.array(True), jnp.array(True), np.ones((2, 3)), [True]]
+NO_NAMES = [1, 10**5000, "", "a", b"1", [], {}, np.ones((2, 3)), np.array("a"), True]
+NO_KIND = {
+    **dict.fromkeys(("sinks", "mask", "alibi", "spans", "tree", "blocks", "shared", "stripe", "tokens"), NO_ARRAYS),
+    **{name: [*NO_ARRAYS, None] for name in ("q", "kv", "tables", "lengths", "new")},
+    **dict.fromkeys(("offsets", "kv_scale"), NO_ARRAYS),
+    **dict.fromkeys(("rank", "window", "chunk", "sink_tokens", "residual_length"), NO_INTEGERS),
+    **dict.fromkeys(("scale", "soft_cap"), NO_NUMBERS),
+    **dict.fromkeys(("causal", "deterministic", "return_lse"), NO_FLAGS),
+    **dict.fromkeys(("kind", "implementation"), NO_NAMES),
+}
+
+
+def assert_sentences(name, values, call, **arguments):
+    for value in values:
+        with pytest.raises(ValueError) as error:
+            call(**arguments | {name: value})
+        sentence = str(error.value)
+        assert sentence.startswith((f"{name} ", "k and v ")), (value, sentence)
+        assert sentence.endswith(".") and "\n" not in sentence and len(sentence) < 250, (value, sentence)
+
+
+@pytest.mark.parametrize("name", NO_KIND)
+def test_what_is_of_another_kind_is_one_sentence(name):
+    """What is refused leaves nothing behind: a good call runs after it."""
+    inputs, arguments = good()
+    tokens = dict.fromkeys(("k", "v"), inputs.q[:, :, :2])
+    assert_sentences(name, NO_KIND[name], pallas_kernels.paged_attention, q=inputs.q, **arguments)
+    assert_sentences(name, NO_KIND[name], pallas_kernels.write_and_attend, q=inputs.q, **arguments, **tokens)
+    if name in ("kv", "tables", "lengths", "new", "offsets", "kv_scale", "kind", "rank", "stripe", "implementation"):
+        assert_sentences(name, NO_KIND[name], pallas_kernels.write_kv, **arguments, **tokens)
+    values = [x for x in NO_KIND[name] if x is not None]  # which is not known
+    assert_sentences(name, values, pallas_kernels.explain, q=inputs.q, **arguments)
+    pallas_kernels.paged_attention(q=inputs.q, **arguments, return_lse=True)
+
+
+def test_what_else_is_of_another_kind():
+    inputs, arguments = good()
+    tokens = dict.fromkeys(("k", "v"), inputs.q[:, :, :2])
+    for name in tokens:
+        assert_sentences(name, [*NO_ARRAYS, None], pallas_kernels.write_kv, **arguments | tokens)
+    for name in ("op", "platform"):
+        assert_sentences(name, NO_NAMES, pallas_kernels.explain, q=inputs.q, **arguments)
+
+
+@pytest.mark.parametrize("name", ["scale", "soft_cap"])
+def test_an_integer_beyond_those_of_jax_is_the_number_that_it_is(name):
+    inputs, arguments = good()
+    wanted = pallas_kernels.paged_attention(q=inputs.q, **arguments, **{name: 2.0**40})
+    for same in (2**40, np.int64(2**40), np.array(2**40), np.float64(2**40)):
+        found = pallas_kernels.paged_attention(q=inputs.q, **arguments, **{name: same})
+        assert (found == wanted).all(), same
+    assert not (wanted == pallas_kernels.paged_attention(q=inputs.q, **arguments, **{name: 1})).all()
+
+
 def test_a_named_implementation_says_what_it_does_not_support(monkeypatch):
     from pallas_kernels import tpu
 
@@ -165,3 +223,5 @@ def test_good_arguments_raise_nothing():
     inputs, arguments = good()
     pallas_kernels.paged_attention(q=inputs.q, **arguments)
     pallas_kernels.write_kv(k=inputs.q[:, :, :2], v=inputs.q[:, :, :2], **arguments)
+    integers = {name: np.asarray(arguments[name], np.int64) for name in ("tables", "lengths", "new")}
+    pallas_kernels.explain(q=inputs.q, kv=arguments["kv"], **integers)  # of which only shapes are read

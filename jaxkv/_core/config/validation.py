@@ -4,13 +4,14 @@ import difflib
 import functools
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.api.show import show as show
 
 MOST_INDEX = 2**31 - 1  # what an int32 holds: lengths, counts and indices are int32 on the device
 MOST_TOKENS = 2**30  # of an endless row: sums with its length must not overflow
@@ -114,16 +115,6 @@ def refuse_unknown_fields[T](made: type[T]) -> type[T]:
 def is_tracing() -> bool:
     """Returns whether arrays made now are traced: shapes are computed, nothing is allocated and nobody is asked."""
     return isinstance(jnp.zeros(()), jax.core.Tracer)
-
-
-def show(value: Any) -> str:
-    """Returns `repr` on one line, cut to fit into a sentence. Values that `repr` refuses, such as integers of thousands
-    of digits, are named by type."""
-    try:
-        text = re.sub(r"\s*\n\s*", " ", repr(value))
-    except Exception as error:
-        return f"something of type {type(value).__name__} that cannot be printed ({type(error).__name__})"
-    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
 def read_scalar(value: Any) -> Any:

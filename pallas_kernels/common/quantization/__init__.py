@@ -422,6 +422,7 @@ def find_format(kind: str | None) -> StorageFormat:
     """
     if kind is None:
         return UNQUANTIZED
-    if kind not in QUANTIZED:
-        raise ValueError(f"kind must be None or one of {', '.join(QUANTIZED)}, not {kind!r}.")
+    if not isinstance(kind, str) or kind not in QUANTIZED:
+        given = repr(kind) if isinstance(kind, str) else type(kind).__name__
+        raise ValueError(f"kind must be None or one of {', '.join(QUANTIZED)}, not {given}.")
     return FORMATS[kind]
