@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.api import cascade
-from pallas_kernels.api.backends import Choice, choose, find_backend, run_chosen
+from pallas_kernels.api.backends import Choice, check_implementation, choose, find_backend, run_chosen
 from pallas_kernels.api.mixer_dispatch import forget_mixers
 from pallas_kernels.api.sizes import warn_of_sizes
 from pallas_kernels.common import context_parallel
@@ -54,8 +54,7 @@ def write_then_attend(implementation: str | None, call: Call) -> tuple[Any, Stor
 
 def differentiable(op: str, implementation: str | None, call: Call) -> Any:
     """`_run` with a gradient (reverse mode) whatever the backend: kernels have none of their own."""
-    if implementation is not None:
-        find_backend(implementation)  # that there is one
+    check_implementation(implementation)
     leaves, tree = jax.tree.flatten(call)
     arrays = [jnp.asarray(x) if isinstance(x, jax.Array | np.ndarray) else None for x in leaves]
     static = tuple(None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)

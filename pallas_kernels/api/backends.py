@@ -67,6 +67,12 @@ def list_kernels(platform: str) -> list[str]:
     return [name for name, home in reversed(IMPLEMENTATIONS.items()) if home == platform]
 
 
+def check_implementation(implementation: str | None) -> None:
+    """Raises ValueError for a name that no backend has."""
+    if implementation is not None:
+        find_backend(implementation)
+
+
 def find_backend(implementation: str) -> Backend:
     """Returns the backend of this name. Raises ValueError for a name that there is not."""
     if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:

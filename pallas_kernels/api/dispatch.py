@@ -17,8 +17,8 @@ from pallas_kernels.api.attention_dispatch import attend, choose_checked, differ
 from pallas_kernels.api.backends import (
     IMPLEMENTATIONS,
     Choice,
+    check_implementation,
     current_platform,
-    find_backend,
     find_platform,
     list_kernels,
     read_platform,
@@ -306,8 +306,7 @@ def write_and_attend(
     check_new(k, v, call.stored, tables.shape[0])
     check_attention(call)
     call = refuse_gradients(call)
-    if implementation is not None:
-        find_backend(implementation)  # that there is one
+    check_implementation(implementation)
     able = [implementation] if implementation else list_kernels(current_platform())
     if call.mask.residual_length is not None and call.options.shared is not None:
         able = []  # what rows share is read for them together by a call of its own

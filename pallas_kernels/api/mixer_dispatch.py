@@ -21,7 +21,15 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from pallas_kernels.api.backends import REGISTERED, Choice, choose_among, find_backend, read_platform, run_chosen
+from pallas_kernels.api.backends import (
+    REGISTERED,
+    Choice,
+    check_implementation,
+    choose_among,
+    find_backend,
+    read_platform,
+    run_chosen,
+)
 from pallas_kernels.api.mixer_arguments import SHAPES_ONLY, check_arguments, check_batch
 from pallas_kernels.common.state_batch import MixerCall, StateBatch
 
@@ -32,8 +40,7 @@ DIFFERENTIABLE = ("xla", "reference")
 
 def run_call(call: MixerCall, implementation: str | None) -> Any:
     """Checks a call, has a backend chosen, and returns what it computes."""
-    if implementation is not None:
-        find_backend(implementation)  # that there is one
+    check_implementation(implementation)
     token_axes = check_arguments(call)
     check_batch(call.batch, call.arrays["states"], token_axes)
     choice = _choose(call, implementation, None)
