@@ -46,6 +46,7 @@ NO_WORDS = [
     np.ones((2, 3)),
     jnp.ones(2),
 ]
+NO_FLAGS = ["yes", "", 1, 0, 1.5, None, [], {}, object(), np.ones(2), np.array(True)]
 NO_LAYERS = [None, "0", 1, -1, 1.5, [], {}, object(), True, 10**30]
 
 
@@ -301,7 +302,13 @@ OF_AN_ENGINE = [
     (lambda e, logprobs: warm_up(e, logprobs=logprobs, kinds=[]), "logprobs", [[-1], ["a"], None, 1, "1", [1.5]]),
     (lambda e, output: e.recompute([1, 2], output), "output", [None, 1, "a", [1.5], [None], {}]),
     (lambda e, prompt: e.recompute(prompt, [1]), "prompt", [None, 1, "a", [1.5], [None], [], {}]),
+    (lambda e, output: e.recompute([1, 2], output), "output", [[-1], [2**31]]),
+    (lambda e, index: e.recompute([1, 2], [3], index=index), "index", without(NO_SIZES, 0)),
     (lambda e, request: e.cancel(request), "request", [None, 1, "a", [], object()]),
+    (lambda e, timeout: e.wait(timeout), "timeout", [*without(NO_NUMBERS, None), 1e30, float("inf")]),
+    (lambda e, timeout: e.drain(timeout), "timeout", [*without(NO_NUMBERS, None), 1e30, float("inf")]),
+    (lambda e, progress: e.warmup(kinds=[], progress=progress), "progress", NO_FLAGS),
+    (generate, "progress", NO_FLAGS),
 ]  # fmt: skip
 
 

@@ -160,6 +160,9 @@ def test_recompute_is_given_the_same_numbers():
     assert len(set(request.tokens)) == 12
     assert engine.recompute(request.prompt, request.tokens, hook_args=(30.0,)) == request.tokens
     assert engine.recompute(request.prompt, request.tokens, hook_args=(0.0,)) != request.tokens
+    assert engine.recompute(iter(request.prompt), iter(request.tokens), hook_args=(30.0,)) == request.tokens
+    with pytest.raises(ValueError, match="cannot be computed again: it has a token outside of the model's vocabulary"):
+        engine.recompute(request.prompt, [10**6])
 
 
 def test_numbers_that_do_not_fit_are_refused():

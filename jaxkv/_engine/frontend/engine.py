@@ -32,6 +32,7 @@ from jaxkv._engine.requests.sampling import KINDS, Kind, SamplingParams, read_ki
 from jaxkv._engine.requests.stops import TokenizerLike
 from jaxkv._engine.requests.submission import (
     count_most_tokens,
+    find_foreign,
     read_model_eos,
     read_prompt,
     read_prompts,
@@ -448,7 +449,7 @@ class Engine(Servable, Resumable, Updatable):
         """
         wanted_logprobs = [None, *read_list("logprobs", logprobs)]  # requests that want none come beside the others
         counts = tuple({count_likeliest(self._reader.read_logprobs(n)): None for n in wanted_logprobs})
-        wanted = read_kinds(kinds)
+        wanted, progress = read_kinds(kinds), flag("progress", progress)
         with self._exclusive():
             call_all(self._core.warm(wanted, counts), progress)
 
@@ -514,9 +515,13 @@ class Engine(Servable, Resumable, Updatable):
         choice = SamplingParams.read(temperature, top_k, top_p, min_p, self.seed if seed is None else seed)
         self._turn.refuse_closed()
         self._runner.refuse_donated()
-        runner, tokens = self._runner, read_prompt([*read_list("prompt", prompt), *read_list("output", output)])
-        if isinstance(tokens, str) or not len(prompt):
+        prompt = read_list("prompt", prompt)
+        runner, tokens = self._runner, read_prompt([*prompt, *read_list("output", output)])
+        if isinstance(tokens, str) or not prompt:
             raise ValueError("The prompt and the output must be lists of token ids, and the prompt not empty.")
+        if why := find_foreign(tokens, self.vocab_size):
+            raise ValueError(f"The prompt and its output cannot be computed again: {why}.")
+        index = integer("index", index, least=0)
         if hook_args is not None or self._reader.hook_args.form is not None:
             self._refuse_lockstep("recompute where requests have hook_args")
         number, known = self._reader.read_adapter(adapter), copy.copy(self._reader.hook_args)

@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 
 from jaxkv._core.config.block_size import BLOCK_SIZE
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import MOST_INDEX, integer
+from jaxkv._core.config.validation import MOST_INDEX, flag, integer
 from jaxkv._core.state.device_arrays import count_model_shards
 from jaxkv._engine.frontend.build import read_longest
 from jaxkv._engine.frontend.engine import Engine
@@ -115,7 +115,7 @@ def generate(
     prompts = read_prompts(prompts)
     limits = read_limits(max_new_tokens, len(prompts))
     lengths = [len(read_prompt(p)) + limit for p, limit in zip(prompts, limits, strict=True)] or [1]
-    n = integer("n", n, least=1, most=2**16)
+    n, progress = integer("n", n, least=1, most=2**16), flag("progress", progress)
     devices = count_model_shards(model)
     max_seqs = max(1, min(8, n * len(prompts)))
     sizes = {"max_seqs": -(-max_seqs // devices) * devices, "longest": max(lengths)}

@@ -59,10 +59,14 @@ def find_problem(
                 f"its {length} tokens take {blocks} blocks, but the cache has {num_blocks}: raise "
                 f"{holdings.config.size_argument}, or lower max_new_tokens"
             )
+    return find_foreign(tokens, vocab_size)
+
+
+def find_foreign(tokens: list[int], vocab_size: int | None) -> str | None:
+    """Returns what is wrong with tokens that are not of the model's vocabulary, or None."""
     end = vocab_size or MOST_INDEX
-    if min(tokens) < 0 or max(tokens) >= end:
-        return f"it has a token outside of the model's vocabulary, 0 to {end - 1}"
-    return None
+    is_known = min(tokens) >= 0 and max(tokens) < end
+    return None if is_known else f"it has a token outside of the model's vocabulary, 0 to {end - 1}"
 
 
 def read_model_eos(config: Any) -> tuple[int, ...]:

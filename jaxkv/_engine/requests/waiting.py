@@ -9,10 +9,12 @@ import contextlib
 import copy
 import functools
 import queue
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
+from jaxkv._core.config.validation import real
 from jaxkv._core.state.errors import OutOfBlocks
 
 # Without `serve` another thread may stop to take steps at any time: this often, in seconds, a waiter tries to.
@@ -64,9 +66,11 @@ def wait_until(
     """Waits until something holds, and takes the engine's steps while nobody else does.
 
     Raises:
-      TimeoutError: it does not hold after `timeout` seconds.
+      ValueError: a timeout that is no number. TimeoutError: it does not hold after `timeout` seconds.
       RuntimeError: the engine is gone.
     """
+    if timeout is not None:
+        timeout = real("timeout", timeout, most=threading.TIMEOUT_MAX)
     end = None if timeout is None else time.monotonic() + timeout
     news: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put() takes no lock that an interrupt could leave closed
     with listening(listeners, functools.partial(news.put, None)):
