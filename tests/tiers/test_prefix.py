@@ -242,6 +242,33 @@ def test_pins_hold_on_the_host_too_and_while_the_index_grows():
     assert prefix.make_room(cache, 40).blocks_in_use == 0
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_unpin_undoes_a_pin_of_its_own_tokens_alone(is_there):
+    """Also where the pin of a longer prompt ends at the block where that of a shorter one ends, for its last blocks
+    are not there."""
+    cache, prefix = start(prompts=[A])
+    short, long = A[:8], A if is_there else [*A[:8], *B[:12]]
+
+    def count():
+        return prefix.stats()["blocks_pinned"][0]
+
+    for tokens in (short, long, long, short):
+        prefix.pin(tokens)
+    every = count()
+    assert every == len(long if is_there else short) // BLOCK
+    for _ in range(2):
+        assert count() == every
+        prefix.unpin(long)
+    with pytest.raises(ValueError, match="These tokens are not pinned"):
+        prefix.unpin(long)
+    for left in (2, 0):
+        prefix.unpin([*short, 1])  # whose last token fills no block
+        assert count() == left
+        prefix.check_invariants(cache)
+    with pytest.raises(ValueError, match="These tokens are not pinned"):
+        prefix.unpin(short)
+
+
 @pytest.mark.parametrize("window", [None, 6])
 def test_what_was_pinned_and_is_gone_leaves_nothing_behind(window):
     """Pins hold blocks against eviction, but a new cache has none: the index then keeps the place in the chain alone,

@@ -26,6 +26,10 @@ from jaxkv._tiers.prefix_cache.ends import Ends, can_serve, find_needed, no_disk
 from jaxkv._tiers.prefix_cache.node import Node
 from jaxkv._tiers.prefix_cache.snapshots import Snapshots
 
+Blocks = tuple[tuple[int, ...], ...]  # the tokens of full blocks
+# Pins of each chain by its last node: for each the blocks behind it that were to be pinned too, but were not there.
+Pins = dict[Node, tuple[Blocks, ...]]
+
 
 def is_on_disk(disk: BlockFiles, node: Node, group: int) -> bool:
     """Tells whether a node's block of a group has a file, as far as is known."""
@@ -62,8 +66,8 @@ class PrefixIndex:
         self.ends = Ends(
             config, no_disk if disk is None else functools.partial(is_on_disk, disk)
         )  # where prompts may go on
-        self.pins: dict[Node, int] = {}  # pins of each chain by its last node; never changed, only replaced
-        self._pinned: tuple[dict[Node, int], list[set[Node]]] = (self.pins, [set() for _ in config.groups])
+        self.pins: Pins = {}  # never changed, only replaced
+        self._pinned: tuple[Pins, list[set[Node]]] = (self.pins, [set() for _ in config.groups])
         # For each group and block the label that the cache records; 0: not kept.
         self.kept = [np.zeros(n + 1, np.int32) for n in config.group_blocks]
         # State derived from these.
@@ -253,15 +257,31 @@ class PrefixIndex:
             self._pinned = (pins, nodes)
         return self._pinned[1]
 
-    def unpin(self, end: Node) -> None:
-        """Undoes a pin of the chain up to a node, which is forgotten if it holds nothing any more: a pin outlives what
-        a lost or renewed cache held."""
+    def pin(self, end: Node, tokens: Sequence[int]) -> None:
+        """Notes a pin of `tokens`, of which the chain up to a node is there."""
+        self.pins = self.pins | {end: (*self.pins.get(end, ()), self._blocks_behind(end, tokens))}
+
+    def unpin(self, root: Node, tokens: Sequence[int]) -> bool:
+        """Undoes a pin of `tokens`; returns False if there is none. Its last node is forgotten if it holds nothing any
+        more: a pin outlives what a lost or renewed cache held."""
+        for end in reversed(self.walk(root, tokens)):  # blocks inserted since the pin are behind its end
+            pins, behind = [*self.pins.get(end, ())], self._blocks_behind(end, tokens)
+            if behind in pins:
+                break
+        else:
+            return False
         self.mend()
         self.soundness.begin()
-        left = self.pins | {end: self.pins[end] - 1}
-        self.pins = {node: count for node, count in left.items() if count}
+        pins.remove(behind)
+        left = self.pins | {end: tuple(pins)}
+        self.pins = {node: its_pins for node, its_pins in left.items() if its_pins}
         self._prune(end)
         self.soundness.end()
+        return True
+
+    def _blocks_behind(self, end: Node, tokens: Sequence[int]) -> Blocks:
+        """Returns the full blocks of tokens behind a node of their chain."""
+        return tuple(self.split(tokens[(end.depth + 1) * self.block_size :]))
 
     def find_needed(self, chain: Sequence[Node]) -> list[list[Node]]:
         """Returns, for each group, the nodes whose blocks a row needs to go on after a chain."""

@@ -343,17 +343,18 @@ class PrefixCache:
                     f"raise {self.config.size_argument}."
                 )
         if chain:
-            index.pins = index.pins | {chain[-1]: index.pins.get(chain[-1], 0) + 1}
+            index.pin(chain[-1], tokens)
         return len(chain) * self.config.block_size
 
     def unpin(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> None:
-        """Undoes one `pin` of the same tokens. Raises ValueError if they are not pinned."""
+        """Undoes one `pin` of the same tokens: blocks that several pins share stay until the last one is undone.
+
+        Raises:
+          ValueError: the tokens are not pinned, as after a `pin` that returned 0. Pins of other tokens stay.
+        """
         tokens, root = read_tokens(tokens), self._root(salt, adapter)
-        # Blocks inserted since the pin are behind its end.
-        end = next((node for node in reversed(self._index.walk(root, tokens)) if node in self._index.pins), None)
-        if end is None:
+        if not self._index.unpin(root, tokens):
             raise ValueError("These tokens are not pinned: unpin takes what pin was given, once for each pin.")
-        self._index.unpin(end)
 
     def reset(self, cache: Cache) -> Cache:
         """Drops all blocks, pinned ones and files of this config and model too; frees those that no row holds."""
