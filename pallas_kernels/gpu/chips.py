@@ -14,14 +14,17 @@ SHARED_MEMORY = {
     "12.1": 101_376,  # GB10
 }
 # What names of devices say of a capability, for a program that is compiled where there is no such device.
-CAPABILITIES = {"B200": "10.0", "B300": "10.3", "GeForce RTX 50": "12.0", "RTX PRO": "12.0", "GB10": "12.1"}
+CAPABILITIES = {
+    "H100": "9.0", "H200": "9.0", "H800": "9.0", "H20": "9.0", "B200": "10.0", "B300": "10.3",
+    "GeForce RTX 50": "12.0", "RTX PRO": "12.0", "GB10": "12.1",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuChip:
     name: str
     num_cores: int  # multiprocessors: chips of one name may differ in that
-    capability: str = "9.0"
+    capability: str | None = "9.0"  # None: its name does not say
 
     @property
     def is_known(self) -> bool:
@@ -30,7 +33,8 @@ class GpuChip:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that a thread block may have."""
+        """Bytes that a thread block may have, of a chip that is known."""
+        assert self.capability is not None
         return SHARED_MEMORY[self.capability]
 
     @property
@@ -50,7 +54,7 @@ def find_chip() -> GpuChip:
         if here is not None and here.name == device.device_kind:
             return here
         named = (capability for name, capability in CAPABILITIES.items() if name in device.device_kind)
-        return GpuChip(device.device_kind, device.num_cores, next(named, H200.capability))
+        return GpuChip(device.device_kind, device.num_cores, next(named, None))
     return _find_chip_at_hand() or H200
 
 

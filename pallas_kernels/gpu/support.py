@@ -72,10 +72,13 @@ def find_chip_refusal() -> str | None:
     chip = chips.find_chip()
     if chip.is_known:
         return None
-    return (
-        "The gpu kernels need a Hopper or Blackwell GPU (compute capability 9.0, or 10.0 and later), not "
-        f"{chip.capability}; {FALLBACK}."
-    )
+    wanted = "The gpu kernels need a Hopper or Blackwell GPU (compute capability 9.0, or 10.0 and later)"
+    if chip.capability is None:
+        return (
+            f"{wanted}, and {chip.name!r} is no name of one that they know; describe it by NVIDIA's, such as "
+            f"'NVIDIA H100', or {FALLBACK}."
+        )
+    return f"{wanted}, not {chip.capability}; {FALLBACK}."
 
 
 def _memory_refusal(head_dim: int, stored: StoredKV) -> str | None:

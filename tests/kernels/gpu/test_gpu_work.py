@@ -283,7 +283,8 @@ def test_plans_go_by_the_multiprocessors_of_the_chip_put_at_hand(monkeypatch):
 
 DESCRIBED = {
     "NVIDIA H100 80GB HBM3": "9.0", "NVIDIA B200": "10.0", "NVIDIA GB300": "10.3", "NVIDIA GeForce RTX 5090": "12.0",
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "12.0", "NVIDIA GB10": "12.1",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "12.0", "NVIDIA GB10": "12.1", "NVIDIA GH200 480GB": "9.0",
+    "NVIDIA A100-SXM4-80GB": None, "some GPU": None,
 }  # fmt: skip
 
 
