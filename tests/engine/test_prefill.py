@@ -216,3 +216,9 @@ def test_what_cannot_prefill_is_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             jaxkv.Engine(Checksum(WINDOWS), prefill=prefill, **ROOM | fields)
+
+
+def test_the_scores_of_a_prompt_are_asked_elsewhere():
+    said = "for an Engine with prefill=, whose .*: leave it out, or submit the prompt to an Engine without prefill=."
+    with pytest.raises(ValueError, match=said):
+        engine().submit([1, 2], 3, prompt_logprobs=True)

@@ -86,7 +86,10 @@ class RequestReader:
         num_prompt_logprobs = self.read_prompt_logprobs(prompt_logprobs)
         is_scored = num_prompt_logprobs is not None
         if is_scored and self.is_apart:
-            raise ValueError("prompt_logprobs is not for an Engine whose prompts are computed elsewhere (prefill=).")
+            raise ValueError(
+                "prompt_logprobs is not for an Engine with prefill=, whose prompts are computed elsewhere: leave it "
+                "out, or submit the prompt to an Engine without prefill=."
+            )
         limit = integer("max_new_tokens", max_new_tokens, least=0 if is_scored else 1)
         if why := self.find_problem(prompt, max(limit, 1)):
             raise ValueError(f"The prompt cannot be continued: {why}.")
