@@ -7,6 +7,7 @@ checkpoints stand with them.)
 import functools
 import inspect
 import re
+import tempfile
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,8 @@ LAYER = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
 CONFIG = jaxkv.CacheConfig(layers=(LAYER,), max_seqs=2, max_seq_len=64, num_blocks=8, dtype="float32")
 NO_NUMBERS = ["1", "", b"1", [], [1], {}, object(), 1j, None, True, np.bool(True), np.ones(2), float("nan")]
 NO_SIZES = [*NO_NUMBERS, 1.5, np.float32(2), 0, -1, 2**31, 10**30, float("inf"), 10**5000]
-NO_ROWS = ["1", "", b"1", [[0]], {}, object(), 1j, None, 1.5, [0.5], -1, 2, [0, 2], [-1], 2**40, float("nan")]
+NO_ROWS = ["1", "", b"1", [[0]], {}, object(), 1j, None, 1.5, [0.5], -1, 2, [0, 2], [-1], 2**40, float("nan"), 10**5000,
+           np.ones((2, 3))]  # fmt: skip
 NO_COUNTS = ["1", [1], [1, 1, 1], [[1, 1]], [1.5, 1], [-1, 0], [None, 1], ["a", 1], {}, object(), None, 1, [True, "a"]]
 NO_TOKENS = ["ab", [1.5], [[1]], {}, object(), None, 7, ["a"], [None]]
 NO_ARRAYS = [None, 1, "a", [], [1, 2], {}, object(), np.ones(3), np.ones((2, 3, 2, 9)), np.ones((3, 3, 2, 8))]
@@ -47,7 +49,7 @@ NO_WORDS = [
     jnp.ones(2),
 ]
 NO_FLAGS = ["yes", "", 1, 0, 1.5, None, [], {}, object(), np.ones(2), np.array(True)]
-NO_LAYERS = [None, "0", 1, -1, 1.5, [], {}, object(), True, 10**30]
+NO_LAYERS = [None, "0", 1, -1, 1.5, [], {}, object(), True, 10**30, 10**5000, np.ones((2, 3))]
 
 
 def layer(**fields):
@@ -61,6 +63,12 @@ def config(**fields):
 @functools.cache
 def indexed():
     return jaxkv.extend(jaxkv.init(config(layers=(layer(index_dim=4),))), [3, 3])
+
+
+def load(cache, **arguments):
+    with tempfile.TemporaryDirectory() as folder:
+        jaxkv.save(f"{folder}/a", cache)
+        jaxkv.load(f"{folder}/a", **arguments)
 
 
 def choose(**arguments):
@@ -182,6 +190,12 @@ CALLS = {
     "match": (lambda c, p, x: p.adopt(c, 1, x), [None, 1, "a", [], {}, object()]),
     "save rows": (lambda c, p, x: jaxkv.save("/nonexistent/a", c, rows=x), without(NO_ROWS, None)),
     "model": (lambda c, p, x: jaxkv.save("/nonexistent/a", c, model=x), [1, 1.5, b"a", [], {}, object(), True]),
+    "rename model": (lambda c, p, x: p.rename(x), [1, 1.5, b"a", [], {}, object(), True, np.ones((2, 3))]),
+    "load model": (lambda c, p, x: load(c, model=x), [1, 1.5, b"a", [], {}, object(), True, np.ones((2, 3))]),
+    "load config": (lambda c, p, x: load(c, config=x), without(NO_CONFIGS, None)),
+    "load into a cache": (lambda c, p, x: load(c, into=x), [1, "", [], {}, object(), ONES, CONFIG, LAYER]),
+    "load rows": (lambda c, p, x: load(c, rows=x), [*without(NO_LISTS, None), 10**5000, [0], [0, 0], [0, 2], [0, "a"]]),
+    "partial_windows": (lambda c, p, x: load(c, partial_windows=x), NO_FLAGS),
     "metadata": (lambda c, p, x: jaxkv.save("/nonexistent/a", c, metadata=x), [1, "a", [1], {"a": object()}, object()]),
 }
 

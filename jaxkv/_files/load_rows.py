@@ -22,17 +22,18 @@ from jaxkv._core.blocks.reblock import (
 from jaxkv._core.blocks.restore import empty_rows, layer_facts, put_rows, regroup_channels, ungroup_channels
 from jaxkv._core.blocks.row_snapshots import RowSnapshots, compact_snapshots, put_row_snapshots
 from jaxkv._core.blocks.slot_allocator import place_states, put_row_states
-from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards, leave_mesh
 from jaxkv._core.cache.init import init
-from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.cache_config import CacheConfig, check_config
+from jaxkv._core.config.validation import flag, read_list
 from jaxkv._core.state.columns import are_too_long
 from jaxkv._core.state.errors import CacheFileError
 from jaxkv._core.state.state import Pool
 from jaxkv._files.format import SNAPSHOTS, SavedCache, stored_states, stored_tensors
 from jaxkv._files.multihost_file import open_saved
-from jaxkv._files.paths import read_file_path
+from jaxkv._files.paths import check_model_name, read_file_path
 from jaxkv._files.save_rows import choose_rows
 
 
@@ -126,6 +127,12 @@ def load(
     path = read_source(path)
     if config is not None and into is not None:
         raise ValueError("load takes config, for a new cache, or into, an existing one, not both.")
+    if config is not None:
+        check_config(config)
+    if into is not None and not isinstance(into, RowShards):
+        check_cache(into)
+    check_model_name(model)
+    partial_windows = flag("partial_windows", partial_windows)
     saved, tensors = open_saved(path)
     if model is not None and model != saved.model:
         whose = "does not say of which model" if saved.model is None else f"is of the model {saved.model!r}"
@@ -147,6 +154,7 @@ def put_saved(
 ) -> tuple[Any, list[int]]:
     """Does `load` of what was read from `path`, and returns the rows that they are in, too."""
     config = into.config if into is not None else config or saved.config
+    rows = None if rows is None else read_list("rows", rows)
     check_layers(path, saved.config, config)
     shards = into.shards if isinstance(into, RowShards) else [] if into is None else [into]
     for shard in shards:

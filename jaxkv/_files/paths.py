@@ -37,3 +37,9 @@ def read_file_path(name: str, path: Any) -> pathlib.Path:
     if found.is_dir():
         raise ValueError(f"{name} must be the path of a file, and {found} is a folder: name a file in it.")
     return found
+
+
+def check_model_name(model: Any) -> None:
+    """Raises ValueError unless `model`, by which files are told apart, is a string or None."""
+    if not isinstance(model, str | None):
+        raise ValueError(f"model must be a name or a fingerprint, a str, not {show(model)}.")

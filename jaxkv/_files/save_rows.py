@@ -17,7 +17,7 @@ from jaxkv._core.state.arguments import require_host, row_indices
 from jaxkv._core.state.multihost import is_local
 from jaxkv._files.format import SNAPSHOTS, SavedCache, stored_states, stored_tensors, write_saved
 from jaxkv._files.multihost_file import SavedShards, write_shards
-from jaxkv._files.paths import read_file_path
+from jaxkv._files.paths import check_model_name, read_file_path
 from jaxkv._files.rows_to_save import RowsToSave
 
 
@@ -56,8 +56,7 @@ def save(
     Cache(3 of 4 blocks used, 23 tokens in 2 of 2 rows, 1 layer, 5.0 KiB)
     """
     file = read_file_path("path", path)
-    if not (model is None or isinstance(model, str)):
-        raise ValueError(f"model must be a name or a fingerprint, a string, not {model!r}.")
+    check_model_name(model)
     if not isinstance(cache, RowShards):
         check_cache(cache)
     config = cache.config

@@ -14,6 +14,7 @@ from jaxkv._core.cache.key_bounds import add_bounds
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.kv_packing import stack_kv
 from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.config.validation import show
 from jaxkv._core.state.arguments import require_host
 from jaxkv._core.state.columns import columns_for
 from jaxkv._core.state.head_rows import refuse_gaps, refuse_index
@@ -53,9 +54,9 @@ def from_blocks(
     >>> cache.blocks_in_use
     3
     """
-    order = {"head_major": (0, 1, 2, 3), "token_major": (0, 2, 1, 3)}.get(layout)
+    order = {"head_major": (0, 1, 2, 3), "token_major": (0, 2, 1, 3)}.get(layout if isinstance(layout, str) else "")
     if order is None:
-        raise ValueError(f"layout must be 'head_major' or 'token_major', not {layout!r}.")
+        raise ValueError(f"layout must be 'head_major' or 'token_major', not {show(layout)}.")
     if len(k) != len(v) or not len(k):
         raise ValueError(f"k and v must have one array per layer each, but have {len(k)} and {len(v)}.")
     for layer, (one_k, one_v) in enumerate(zip(k, v, strict=True)):

@@ -10,6 +10,7 @@ import numpy as np
 from jaxkv._core.blocks.restore import model_layers
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
+from jaxkv._core.config.validation import show
 from jaxkv._core.state.head_rows import refuse_gaps
 from jaxkv.convert.dense import as_array, from_dense, refuse_latent, row_lengths, row_numbers
 
@@ -93,5 +94,5 @@ def to_hugging_face(
 
 
 def _check_padding(padding: str) -> None:
-    if padding not in ("left", "right"):
-        raise ValueError(f"padding must be 'left' or 'right', not {padding!r}.")
+    if not isinstance(padding, str) or padding not in ("left", "right"):
+        raise ValueError(f"padding must be 'left' or 'right', not {show(padding)}.")

@@ -6,6 +6,7 @@ from typing import Any
 from pallas_kernels.api.attention_dispatch import forget_choices
 from pallas_kernels.api.backend import Backend
 from pallas_kernels.api.backends import BUILT_IN, IMPLEMENTATIONS, REGISTERED, read_platform
+from pallas_kernels.api.show import show
 
 WANTED = tuple(Backend.__annotations__)
 
@@ -40,7 +41,7 @@ def register_backend(name: str, module: Backend | ModuleType, platform: str | No
     >>> testing.assert_close(out, testing.expected(case, inputs))
     """
     if not isinstance(name, str) or not name.isidentifier() or name in BUILT_IN:
-        raise ValueError(f"name must be a name of its own, none of {', '.join(BUILT_IN)}, not {name!r}.")
+        raise ValueError(f"name must be a name of its own, none of {', '.join(BUILT_IN)}, not {show(name)}.")
     if missing := [wanted for wanted in WANTED if not hasattr(module, wanted)]:
         raise ValueError(
             f"A backend must have {', '.join(WANTED)}, but {getattr(module, '__name__', module)!r} has no "

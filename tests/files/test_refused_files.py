@@ -59,7 +59,7 @@ def test_what_cannot_be_saved(caches, path):
     for arguments, error, says in (
         (dict(rows=[5]), IndexError, "rows must be rows from 0 to 4"),
         (dict(rows=[1, 1]), ValueError, "must be different rows"),
-        (dict(model=7), ValueError, "model must be a name or a fingerprint, a string, not 7"),
+        (dict(model=7), ValueError, "model must be a name or a fingerprint, a str, not 7"),
         (dict(metadata={"x": np.ones(2)}), ValueError, "metadata must be a dict of what JSON can hold"),
         (dict(metadata=["x"]), ValueError, "metadata must be a dict of what JSON can hold, not"),
         (dict(metadata={"x": float("nan")}), ValueError, "metadata must be a dict of what JSON can hold"),

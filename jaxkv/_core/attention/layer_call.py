@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxkv._core.attention.plan import Step, check_plan, settle_cache, settle_tables
 from jaxkv._core.cache.cache import Cache
+from jaxkv._core.config.validation import show
 from jaxkv._core.state.head_rows import HEAD_ROW_FIELDS
 from jaxkv._core.state.shard_local import find_head_shard
 from jaxkv._core.state.sharding import POOL, WHOLE
@@ -86,7 +87,7 @@ def find_layer(cache: Any, layer: Any) -> Layer:
         return cache
     found = cache.layer(layer)
     if found.layer_config.is_residual:
-        raise IndexError(f"layer must be an integer from 0 to {cache.num_layers - 1}, not {layer!r}.")
+        raise IndexError(f"layer must be an integer from 0 to {cache.num_layers - 1}, not {show(layer)}.")
     return found
 
 

@@ -16,7 +16,7 @@ def check_row(cache: Any, row: Any) -> None:
         return
     index = row.item() if isinstance(row, jax.Array | np.ndarray) and row.ndim == 0 else row
     if isinstance(index, bool) or not isinstance(index, int | np.integer) or not 0 <= index < rows:
-        raise IndexError(f"row must be an integer from 0 to {rows - 1}, not {row!r}.")
+        raise IndexError(f"row must be an integer from 0 to {rows - 1}, not {show(row)}.")
 
 
 def check_head(cache: Any, layer: int, head: Any) -> None:
@@ -26,7 +26,7 @@ def check_head(cache: Any, layer: int, head: Any) -> None:
         return
     head = head.item() if isinstance(head, jax.Array | np.ndarray) and head.ndim == 0 else head
     if not isinstance(head, int | np.integer) or not 0 <= head < heads:
-        raise IndexError(f"head must be an integer from 0 to {heads - 1} in layer {layer}, not {head!r}.")
+        raise IndexError(f"head must be an integer from 0 to {heads - 1} in layer {layer}, not {show(head)}.")
 
 
 def read_period(number: Any, count: int) -> jax.Array:

@@ -7,6 +7,8 @@ import socket
 import threading
 from typing import Any
 
+from jaxkv._core.config.validation import show
+
 PATIENCE = 10  # seconds without a sign until the other side counts as lost
 BEAT = 1  # seconds between signs
 MOST = 2**26  # bytes of a line
@@ -86,7 +88,7 @@ def read_address(name: str, address: Any) -> tuple[str, int]:
     """Returns host and port of an address `host:port`. Raises ValueError."""
     host, found, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not (host and found and port.isdecimal() and int(port) < 2**16):
-        raise ValueError(f"{name} must be an address such as '10.0.0.2:8476', not {address!r}.")
+        raise ValueError(f"{name} must be an address such as '10.0.0.2:8476', not {show(address)}.")
     return host.strip("[]"), int(port)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import show
 from jaxkv._core.state.state import NULL_BLOCK
 from jaxkv._files.blocks import BlockFiles, SavedBlock
+from jaxkv._files.paths import check_model_name
 from jaxkv._tiers.prefix_cache.ends import can_serve, find_needed
 from jaxkv._tiers.prefix_cache.index import PrefixIndex, digest_of
 from jaxkv._tiers.prefix_cache.node import Node
@@ -31,8 +31,7 @@ def open_disk(
     Raises ValueError for invalid options."""
     if isinstance(folder, BlockFiles):
         return folder
-    if not isinstance(model, str | None):
-        raise ValueError(f"model must be a name or a fingerprint, a str, not {show(model)}.")
+    check_model_name(model)
     if folder is None and disk_bytes is None:
         return None
     if folder is None or disk_bytes is None:

@@ -17,6 +17,7 @@ from jaxkv._core.state.columns import row_entries
 from jaxkv._core.state.head_rows import refuse_evicting
 from jaxkv._core.state.multihost import put_local_shards
 from jaxkv._files.blocks import BlockFiles, SavedBlock, fingerprint
+from jaxkv._files.paths import check_model_name
 from jaxkv._tiers.prefix_cache.arguments import read_identity, read_tokens
 from jaxkv._tiers.prefix_cache.disk import flush, open_disk, recall
 from jaxkv._tiers.prefix_cache.donation_guard import Landing
@@ -368,7 +369,8 @@ class PrefixCache:
 
     def rename(self, model: str | None) -> None:
         """Drops the files of the model so far, and goes on with another one's: `model` is its name or fingerprint. For
-        weights that change; `reset` or `forget` before drops the other blocks."""
+        weights that change; `reset` or `forget` before drops the other blocks. Raises ValueError for no such name."""
+        check_model_name(model)
         if self.files is not None:
             self.files.clear()
             self.files.rename(model)
