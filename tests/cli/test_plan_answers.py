@@ -76,12 +76,18 @@ def test_the_first_line_answers_what_was_asked(tmp_path, capsys):
     config = eval(call, {"jaxkv": jaxkv, "model": model})
     assert config.dtype == "int8" and config.num_blocks * config.block_size >= 100 * 8192 and config.max_seqs == 100
     assert config.bytes <= 53.6 * 2**30
+    # It says when rows need less, and what to leave out then.
+    assert out.endswith("Without memory_bytes= it takes the 51.6 GiB that 100 rows need: more keeps prefixes alone.\n")
+    least = config.from_model(model, max_seqs=100, max_seq_len=8192, block_size=config.block_size, dtype="int8").bytes
+    assert round(least / 2**30, 1) == 51.6
     assert run(tmp_path, *told[:2], "--max-seqs", 1000, "--max-seq-len", 8192) == 0
     out = capsys.readouterr().out
     rows = int(re.search(r"none fits\. In bfloat16 (\d+) rows of 2,048 tokens do\.", out)[1])
-    assert f"max_seqs={rows}, " in out
+    assert f"max_seqs={rows}, " in out and "Without memory_bytes=" not in out
     assert run(tmp_path, *told[:2]) == 0
-    assert re.search(r": it holds 213 in .*, \d+ in int8, \d+ in int4, \d+ in k5v3 rows", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.search(r": it holds 213 in .*, \d+ in int8, \d+ in int4, \d+ in k5v3 rows", out)
+    assert "Without memory_bytes=" not in out
     assert run(tmp_path, "--memory", "80GB") == 0
     assert re.match(
         r"Beside 15\.0 GiB of weights a device has 53\.6 GiB: it holds 213 in bfloat16, ", capsys.readouterr().out

@@ -165,8 +165,18 @@ def _tail(report: Report) -> str:
         f"blocks: in layers that keep {groups}. tokens: in those that keep most." * several,
         _describe_devices(report) if report.devices.count > 1 else "",
         f"\nFor the cache with blocks of {found.config.block_size}:\n  jaxkv.CacheConfig.from_model(model, {call})",
+        _describe_least(report),
     ]
     return "\n".join(note for note in notes if note)
+
+
+def _describe_least(report: Report) -> str:
+    """Returns what the rows that were asked for take, where a cache of all the memory is larger than they can use."""
+    asked = next((asked for asked in report.asked if asked.dtype == str(report.best.config.dtype)), None)
+    if asked is None or report.devices.count > 1 or report.best.full_rows < asked.rows:
+        return ""
+    rows = f"{asked.rows:,} row{'s' * (asked.rows != 1)} need{'s' * (asked.rows == 1)}"
+    return f"Without memory_bytes= it takes the {format_bytes(asked.bytes)} that {rows}: more keeps prefixes alone."
 
 
 def _describe_devices(report: Report) -> str:
