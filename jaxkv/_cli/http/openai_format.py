@@ -2,6 +2,7 @@
 says."""
 
 import codecs
+import difflib
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ LEAST_LOGPROB = -9999.0  # for -inf, which is no JSON, as vLLM's
 # Log-probabilities of prompts in an answer to several samples or prompts: about 150 MB of JSON.
 MOST_TOLD = 2**21
 MOST_TOKENS = 2**31 - 1  # more than there is room for
+
+MOST_COMPARED = 32  # unknown fields of a body, and characters of one, in which a slip of the pen is looked for
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "priority")
 RENAMED = {"cache_salt": "salt", "include_stop_str_in_output": "include_stop"}  # what `Engine.submit` calls them
@@ -49,12 +52,17 @@ OFF: dict[str, tuple[Any, ...]] = {
 ON = ("skip_special_tokens", "web_search_options", "json_schema", "audio")
 TYPE_NAMES = {bool: "true or false", int: "a whole number", str: "a text", list: "a list", dict: "an object",
               str | list: "a text or a list"}  # fmt: skip
+OTHER_TYPES = {"cache_salt": str, "include_stop_str_in_output": bool, "ignore_eos": bool, "stop_token_ids": list}
 CHAT_TYPES = {
     "logprobs": bool, "top_logprobs": int, "chat_template_kwargs": dict, "add_generation_prompt": bool,
     "reasoning_effort": str,
 }  # fmt: skip
+# What changes an answer and is done here, so that a slip of the pen must not pass for an unknown field.
+TAKEN = (
+    *SAMPLING, *RENAMED, *OTHER_TYPES, *CHAT_TYPES, "max_tokens", "max_completion_tokens", "prompt_logprobs", "stream",
+    "stream_options", "echo", "add_special_tokens", "response_format",
+)  # fmt: skip
 Described = tuple[int, float | None, dict[str, float] | None]  # a token, its log-probability, and the likeliest ones'
-OTHER_TYPES = {"cache_salt": str, "include_stop_str_in_output": bool, "ignore_eos": bool, "stop_token_ids": list}
 
 
 class PromptLogprobs:
@@ -287,6 +295,7 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> d
       most: how many tokens an answer has by default.
     """
     refuse_fields(body)
+    refuse_misspelt(body)
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
         raise ValueError(f"response_format other than text is not supported by this server: {BY_GRAMMAR}.")
     if body.get("best_of") not in (None, body.get("n") or 1):
@@ -356,6 +365,16 @@ def refuse_fields(body: dict[str, Any], fields: Iterable[str] = REFUSED) -> None
         value = body.get(field)
         if value is not None and (value or field in ON) and value not in OFF.get(field, ()):
             raise ValueError(f"{field} is not supported by this server: {REFUSED[field]}.")
+
+
+def refuse_misspelt(body: dict[str, Any]) -> None:
+    """Raises ValueError for an unknown field whose name is nearly that of one that is done here. Names are compared in
+    the event loop, so of a body of nothing but unknown fields only a few are."""
+    unknown = [field for field in body if len(field) <= MOST_COMPARED and field not in {*TAKEN, *REFUSED}]
+    for field in unknown[:MOST_COMPARED]:
+        close = ["max_tokens"] if field == "max_new_tokens" else difflib.get_close_matches(field, TAKEN, 1, cutoff=0.85)
+        if close:
+            raise ValueError(f"{field} is no field of this server: did you mean {close[0]}?")
 
 
 def check_count(prompts: Sequence[Any], options: dict[str, Any], most: int | None) -> None:

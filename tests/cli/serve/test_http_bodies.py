@@ -1,5 +1,6 @@
 """What the server reads of a request's body, and what it refuses by a sentence."""
 
+import difflib
 import json
 import types
 
@@ -187,6 +188,43 @@ def test_what_is_no_json_is_said_in_our_words(served):
     ):  # fmt: skip
         found = httpx.post(served[2] + "/v1/chat/completions", content=body)
         assert found.status_code == 400 and found.json()["error"]["message"].startswith(says), found.text
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("max_new_tokens", "max_tokens"),
+        ("logprob", "logprobs"),
+    ],
+)
+def test_a_misspelt_field_is_refused(field, meant):
+    with pytest.raises(ValueError, match=rf"^{field} is no field of this server: did you mean {meant}\?$"):
+        read_options({field: 1}, {}, 9)
+
+
+def test_few_names_of_a_body_are_compared(monkeypatch):
+    """The event loop compares them, and a body may be nothing but unknown fields, or one of a mebibyte."""
+    compared = []
+    monkeypatch.setattr(difflib, "get_close_matches", lambda name, *_, **__: compared.append(name) or [])
+    read_options(dict.fromkeys(map(str, range(1000))) | {"temperature" * 10**5: 1}, {}, 9)
+    assert compared == list(map(str, range(32)))
+
+
+def test_fields_that_say_nothing_of_an_answer_are_passed():
+    others = (
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "parallel_tool_calls",
+        "request_id",
+        "top_a",
+        "reasoning_effort",
+    )
+    known = "add_generation_prompt", "chat_template_kwargs", "echo", "prompt", "messages", "model", "add_special_tokens"
+    assert read_options(dict.fromkeys((*others, *known), 1), {}, 9) == {"max_new_tokens": 9}
 
 
 def test_what_is_off_is_taken():
