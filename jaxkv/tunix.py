@@ -14,9 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl import common
-from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from jaxkv._core.attention.attention import attention
 from jaxkv._core.attention.plan import Step, plan_step, positions
@@ -25,6 +22,15 @@ from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.state.device_arrays import abstract_array
 from jaxkv._core.state.state import Layer
 from jaxkv._engine.frontend.engine import Engine
+
+try:
+    from tunix.generate.tokenizer_adapter import TokenizerAdapter
+    from tunix.rl import common
+    from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+except ModuleNotFoundError as error:
+    if error.name != "tunix":  # it is there, and lacks something itself
+        raise
+    raise ModuleNotFoundError("jaxkv.tunix needs tunix: pip install 'jaxkv[tunix]'.", name="tunix") from error
 
 __all__ = ["PagedModel", "Rollout"]
 

@@ -100,3 +100,10 @@ def test_importing_is_cheap():
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not result.stdout.split()
+
+
+def test_an_extra_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tunix", None)
+    monkeypatch.delitem(sys.modules, "jaxkv.tunix", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"needs tunix: pip install 'jaxkv\[tunix\]'"):
+        importlib.import_module("jaxkv.tunix")
