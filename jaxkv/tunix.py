@@ -28,7 +28,7 @@ try:
     from tunix.rl import common
     from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 except ModuleNotFoundError as error:
-    if error.name != "tunix":  # it is there, and lacks something itself
+    if (error.name or "").partition(".")[0] != "tunix":  # it is there, and lacks something itself
         raise
     raise ModuleNotFoundError("jaxkv.tunix needs tunix: pip install 'jaxkv[tunix]'.", name="tunix") from error
 
