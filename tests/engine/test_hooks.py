@@ -95,6 +95,37 @@ def test_each_request_has_its_own_numbers(way):
     assert way != "plain" or compiled(lambda: (engine.submit([1], 3, hook_args=ASKED[3]), list(engine.run()))) == 0
 
 
+@pytest.mark.parametrize("way", WAYS if NIGHTLY else ["plain"])
+def test_an_engine_has_numbers_for_who_gives_none(way):
+    """They are the first of the engine: no program is compiled behind the first request that gives some."""
+    model = Several(WINDOWS) if way == "ngram" else Checksum(WINDOWS)
+    default = NOTHING | {"presence": 2.5, "frequency": 0.0, "repetition": 1.0, "biases": [0.0, 0.0]}
+    engine = jaxkv.Engine(model, **ROOM | WAYS[way], logits_hook=hook, hook_args=default)
+    engine.warmup(kinds=("greedy",), progress=False)
+    made = []
+
+    def run():
+        made.append([engine.submit(prompt, 9, eos=STOP) for prompt in PROMPTS])
+        made.append([engine.submit(prompt, 9, eos=STOP, hook_args=default | {"repetition": 4.0}) for prompt in PROMPTS])
+        list(engine.run())
+
+    assert compiled(run) == 0 or way not in ("plain", "several steps")
+    for requests, asked in zip(made, (default, default | {"repetition": 4.0}), strict=True):
+        assert [r.tokens for r in requests] == [expected(prompt, 9, **asked) for prompt in PROMPTS]
+    with pytest.raises(ValueError, match="hook_args must have the structure and shapes of this engine's first"):
+        engine.submit([1], 1, hook_args={"presence": 1})
+    assert jaxkv.generate(model, PROMPTS, 9, eos=STOP, logits_hook=hook, hook_args=default, **ROOM) == [
+        request.tokens for request in made[0]
+    ]
+
+
+def test_wrong_numbers_of_an_engine_are_refused():
+    with pytest.raises(ValueError, match="hook_args are for a logits_hook, and this Engine has none"):
+        jaxkv.Engine(Checksum(WINDOWS), **ROOM, hook_args=NOTHING)
+    with pytest.raises(ValueError, match="hook_args must be a pytree of numbers"):
+        jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook, hook_args={"a": "b"})
+
+
 def test_numbers_go_with_a_saved_engine(tmp_path):
     engine = jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook)
     asked = [(PROMPTS[i % 3], 10, args) for i, args in enumerate(ASKED)]
@@ -120,6 +151,44 @@ def choose_sum(logits, rows):
     place = jnp.arange(rows.tokens.shape[1])[None]
     total = jnp.where(place < rows.lengths[:, None], (place + 3) * (rows.tokens + 1), 0).sum(axis=1)
     return jax.nn.one_hot(total % VOCAB, VOCAB)
+
+
+WRONG = {
+    "presence_penalty": ("x", float("nan"), 1e39, True), "frequency_penalty": (None, -1e7),
+    "repetition_penalty": (0, -1, float("inf")), "min_tokens": (-1, 1.5), "stop_tokens": (["x"], [-1], range(65)),
+    "logit_bias": ([1], {"5": 1}, {-1: 1}, {5: "x"}, {5: float("-inf")}, dict.fromkeys(range(301), 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_penalties_are_named(name):
+    for value in WRONG[name]:
+        with pytest.raises(ValueError, match=name):
+            jaxkv.hooks.penalties(**{name: value})
+
+
+def test_a_request_that_is_running_knows_nothing_of_warmup():
+    engine = jaxkv.Engine(Checksum((None,)), max_seqs=1, max_seq_len=LONGEST, block_size=3, logits_hook=choose_sum)
+    request = engine.submit([4, 5], 8)
+    while len(request.tokens) < 3:
+        engine.step()
+    engine.warmup(kinds=("greedy",), progress=False)
+    tokens = [4, 5]
+    while len(tokens) < 10:
+        tokens.append(sum_up(tokens))
+    assert request.result() == tokens[2:]
+
+
+def test_a_later_request_may_have_the_first_fractions():
+    engine = jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook)
+    asked = [NOTHING | {"presence": 3}, NOTHING | {"presence": 2.5}]
+    first = engine.submit(PROMPTS[2], 12, eos=STOP, hook_args=asked[0])
+    while len(first.tokens) < 3:
+        engine.step()
+    second = engine.submit(PROMPTS[1], 12, eos=STOP, hook_args=asked[1])
+    list(engine.run())
+    assert first.tokens == expected(PROMPTS[2], 12, **asked[0]) != expected(PROMPTS[2], 12, **NOTHING)
+    assert second.tokens == expected(PROMPTS[1], 12, **asked[1])
 
 
 @pytest.mark.parametrize("swap", ["always", "never"] if NIGHTLY else ["always"])

@@ -14,7 +14,7 @@ from jaxkv._engine.frontend.build import MEANT, CoreOptions, check_fields, make_
 from jaxkv._engine.frontend.checkpoint import Resumable
 from jaxkv._engine.frontend.data_parallel import DataParallelCores, join_config, split_fields
 from jaxkv._engine.frontend.engine_lock import EngineLock
-from jaxkv._engine.frontend.request_reader import RequestReader
+from jaxkv._engine.frontend.request_reader import HOOK_ARGS_ALONE, RequestReader
 from jaxkv._engine.frontend.rollouts import Updatable
 from jaxkv._engine.frontend.serving import Servable
 from jaxkv._engine.frontend.warmup import call_all
@@ -26,7 +26,7 @@ from jaxkv._engine.programs.recompute import recompute
 from jaxkv._engine.programs.step_rows import Hook, column_of, read_hook
 from jaxkv._engine.requests.drafters import read_draft
 from jaxkv._engine.requests.eviction_policy import Eviction, read_eviction
-from jaxkv._engine.requests.hook_args import HookArgs
+from jaxkv._engine.requests.hook_args import HookArgs, to_json
 from jaxkv._engine.requests.request import KeepPrefix, Request
 from jaxkv._engine.requests.sampling import KINDS, Kind, SamplingParams, read_kinds, read_seed
 from jaxkv._engine.requests.stops import TokenizerLike
@@ -76,6 +76,8 @@ class Engine(Servable, Resumable, Updatable):
         and `prompt_lengths` i32[S], `numbers` and `adapters` i32[S] of the requests, and their `hook_args` from
         `submit`; `jaxkv.hooks` has building blocks. The logits of rows that get no token are ignored. If a row has no
         logit above -inf left, its request ends with an `error`. If the hook raises, all requests of that step do.
+      hook_args: those of requests that give none; default: zeros. With them `rows.hook_args` is never None, and all
+        programs are compiled once: without, anew behind the first request that gives some.
       prefix_cache: keep computed blocks and share them with prompts of the same prefix; XLA reads them once where that
         pays. `stats` reports the savings. See `PrefixCache`. Blocks evicted from the device go to `spill_bytes` of host
         memory, and from there to `disk_bytes` in the folder `disk`, for the next process too:
@@ -126,6 +128,7 @@ class Engine(Servable, Resumable, Updatable):
         steps_per_dispatch: int = 1,
         seed: int = 0,
         logits_hook: Hook | None = None,
+        hook_args: Any = None,
         prefix_cache: bool = False,
         spill_bytes: float = 0,
         disk: Any = None,
@@ -157,7 +160,10 @@ class Engine(Servable, Resumable, Updatable):
             sizes["dtype"] = cache_dtype
         host_bandwidth = real("host_bandwidth", host_bandwidth, least=1)
         self.steps_per_dispatch = integer("steps_per_dispatch", steps_per_dispatch, least=1)
-        logits_hook, self.seed, hook_args = read_hook(logits_hook), read_seed(seed), HookArgs()
+        logits_hook, self.seed = read_hook(logits_hook), read_seed(seed)
+        if hook_args is not None and logits_hook is None:
+            raise ValueError(HOOK_ARGS_ALONE)
+        known_args = HookArgs(hook_args)
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
         self.eos_ids = read_model_eos(model_config)
         of_steps = (logits_hook, self.steps_per_dispatch, sizes.get("residual_length"))
@@ -195,7 +201,7 @@ class Engine(Servable, Resumable, Updatable):
             host_bandwidth=host_bandwidth,
             evict=evict,
             hook=logits_hook,
-            hook_args=hook_args,
+            hook_args=known_args,
             deterministic=deterministic,
             prefix_cache=prefix_cache,
             spill_bytes=spill_bytes,
@@ -205,13 +211,14 @@ class Engine(Servable, Resumable, Updatable):
         )
         self._cores = make_cores(models, config, options, draft=draft, prefill=prefill)
         self._core = DataParallelCores(self._cores, model, self.config) if len(models) > 1 else self._cores[0]
-        self._turn, outer_args = EngineLock(), hook_args  # of the requests that are submitted
+        self._turn, outer_args = EngineLock(), known_args  # of the requests that are submitted
         if processes:
             numbers: list[Any] = [step_tokens, long_prefill_tokens, steps_per_dispatch, seed, prefix_cache, spill_bytes]
             others = [snapshot_bytes, swap, host_bandwidth, guesses, draft == "ngram", deterministic]
-            said = repr([*numbers, *others, evict and evict.plain_fields, logits_hook is not None])
-            outer_args = HookArgs()
-            self._core = LockstepCores(self._core, self._cores, processes, said, hook_args, outer_args)
+            of_hook = [logits_hook is not None, to_json(hook_args)]
+            said = repr([*numbers, *others, evict and evict.plain_fields, *of_hook])
+            outer_args = HookArgs(hook_args)
+            self._core = LockstepCores(self._core, self._cores, processes, said, known_args, outer_args)
             self._turn.refuse = self._core.refuse_follower
         self.prefix = share_prefix(self._core, join_prefixes([core.cache_manager.prefix for core in self._cores]))
         first = self._cores[0]  # all of them have the same options

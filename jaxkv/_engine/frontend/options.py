@@ -18,6 +18,7 @@ class EngineOptions(EngineFields, total=False):
     long_prefill_tokens: int | None
     steps_per_dispatch: int
     logits_hook: Hook | None
+    hook_args: Any
     prefix_cache: bool
     spill_bytes: float
     disk: Any

@@ -33,7 +33,9 @@ class StepRows(NamedTuple):
     lengths: jax.Array  # i32[S]
     numbers: jax.Array  # i32[S]: of their requests
     prompt_lengths: jax.Array  # i32[S]: how many of the tokens are the prompt
-    hook_args: Any  # of the requests, each leaf [S, ...]; zeros for requests without any; None if none has any
+    # Of the requests, each leaf [S, ...]; of one without any those of `Engine(hook_args=)`, else zeros; None as long as
+    # there are none.
+    hook_args: Any
     adapters: Any = None  # i32[S]: of the requests; 0 of who named none
 
 

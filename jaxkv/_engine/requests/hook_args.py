@@ -37,15 +37,21 @@ class Form:
 
 
 class HookArgs:
-    """Reads requests' numbers, and keeps their common form once a request has given some."""
+    """Reads requests' numbers, and keeps their common form once there are some.
 
-    def __init__(self) -> None:
+    Args:
+      default: those of a request that gives none; None: zeros.
+    """
+
+    def __init__(self, default: Any = None) -> None:
         self.form: Form | None = None
+        self._default: list[np.ndarray] | None = None
+        self._default = self.read(default)
 
     def read(self, value: Any) -> list[np.ndarray] | None:
         """Returns a request's numbers; the first ones fix the form. Raises ValueError."""
         if value is None:
-            return None
+            return self._default
         leaves, structure = jax.tree.flatten(value)
         arrays = [_read_numbers(x) for x in leaves]
         shapes, dtypes = tuple(x.shape for x in arrays), tuple(x.dtype.name for x in arrays)
@@ -58,7 +64,8 @@ class HookArgs:
             )
         # A request with 0 may be followed by one with 0.5.
         both = tuple("float32" if "float32" in pair else "int32" for pair in zip(dtypes, known.dtypes, strict=True))
-        self.form = dataclasses.replace(known, dtypes=both)
+        if self.form is None or both != known.dtypes:  # else the same object, which `==` is quick to tell
+            self.form = dataclasses.replace(known, dtypes=both)
         return arrays
 
     def to_json(self, leaves: list[np.ndarray] | None) -> Any:

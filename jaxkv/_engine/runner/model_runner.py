@@ -32,7 +32,7 @@ from jaxkv._engine.programs.step_rows import (
     new_memory,
     note_tokens,
 )
-from jaxkv._engine.requests.hook_args import HookArgs
+from jaxkv._engine.requests.hook_args import Form, HookArgs
 from jaxkv._engine.requests.request import RequestParams
 from jaxkv._engine.requests.sampling import KINDS, Kind
 from jaxkv._engine.requests.scheduler import ScheduledStep, Sequence
@@ -107,6 +107,7 @@ class ModelRunner:
         self._memory = put_replicated(memory, self.cache_manager.device.place)  # where steps return it, too
         self._fields = np.zeros((NUM_FIELDS, config.max_seqs), np.int32)  # of rows, see `_note`
         self._fields[TOKEN] = FROM_DEVICE
+        self._packed: dict[int, Any] = {}  # of rows: see `_pack`
         self._idle_since = 0.0  # when the device was seen to finish
 
     def close(self) -> None:
@@ -192,7 +193,7 @@ class ModelRunner:
             rows[GUESSED] = num_guesses
         if form is not None:
             for sequence, row, _ in work:
-                rows[NUM_FIELDS:, row] = form.pack(sequence.request.params.hook_args)
+                rows[NUM_FIELDS:, row] = self._pack(sequence, row, form)
         packed = targets = None
         prompt_count = 0
         if not is_decode:
@@ -296,6 +297,9 @@ class ModelRunner:
             for kind in kinds
             for count in counts
         ]
+        if self.hook is not None:
+            no_row = self.cache_manager.config.max_seqs  # whose tokens go nowhere: others may be running
+            calls.append(functools.partial(self._note_tokens, no_row, []))
         if self.cache_manager.eviction is not None:
             calls.append(lambda: self.cache_manager.call(self._thin, rows[COUNT] > 0, self._memory.queries))
         return calls
@@ -328,16 +332,27 @@ class ModelRunner:
             return self._fields.copy()
         return np.concatenate([self._fields, np.zeros((len(form.pack(None)), self._fields.shape[1]), np.int32)])
 
+    def _pack(self, sequence: Sequence, row: int, form: Form) -> np.ndarray:
+        """Returns the numbers of a row's request for the hook, packed once for all of its steps."""
+        request, known, bits = self._packed.get(row, (None, None, None))
+        if request is not sequence.request or known is not form:
+            bits = form.pack(sequence.request.params.hook_args)
+            self._packed[row] = sequence.request, form, bits
+        return bits
+
     def _note(self, sequence: Sequence, row: int) -> None:
         """Notes what is the same in all steps of a sequence while it has the row."""
         fields = self._fields
         fields[COLUMN, row] = sequence.request.column
         fields[PROMPT, row], fields[ADAPTER, row] = sequence.prompt, sequence.adapter
         if self.hook is not None:
-            tokens = np.zeros(self.cache_manager.config.max_seq_len, np.int32)
-            tokens[: len(sequence.tokens)] = sequence.tokens
-            self._memory = note_tokens(self._memory, np.int32(row), tokens)
+            self._note_tokens(row, sequence.tokens)
         sequence.is_noted = True
+
+    def _note_tokens(self, row: int, tokens: list[int]) -> None:
+        padded = np.zeros(self.cache_manager.config.max_seq_len, np.int32)
+        padded[: len(tokens)] = tokens
+        self._memory = note_tokens(self._memory, np.int32(row), padded)
 
 
 def _is_scored(sequence: Sequence) -> bool:
