@@ -32,6 +32,7 @@ def chat(arguments: argparse.Namespace) -> int:
         block_size=arguments.block_size,
         cache_dtype=arguments.cache_dtype,
         residual_length=arguments.residual_length,
+        **opened.hook_options(),
         **{"prefix_cache": True} | prefix_options(arguments),
     ) as engine:
         conversation = Conversation(engine, opened, system, arguments.max_new_tokens, arguments.options)

@@ -60,6 +60,7 @@ def generate(arguments: argparse.Namespace) -> int:
         cache_dtype=arguments.cache_dtype,
         residual_length=arguments.residual_length,
         evict=_eviction(arguments),
+        **opened.hook_options(),
         **prefix_options(arguments),
     ) as engine:
         return _continue(arguments, engine, opened, prompts, tokens, max_new_tokens)

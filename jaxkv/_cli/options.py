@@ -58,6 +58,9 @@ def add_sampling(add: Any, max_new_tokens: int | None) -> None:
     add("--top-k", type=int, help=f"sample among so many likeliest tokens; 0: all; {own} 0")
     add("--top-p", type=float, help=f"sample among the likeliest tokens of this probability; {own} 1")
     add("--min-p", type=float, help=f"sample among tokens of this share of the likeliest one; {own} 0")
+    add("--repetition-penalty", type=float, help=f"of tokens of the prompt and the answer, above 1 for fewer; {own} 1")
+    add("--presence-penalty", type=float, help=f"of tokens of the answer; {own} 0")
+    add("--frequency-penalty", type=float, help=f"of each time that the answer has a token; {own} 0")
     add("--seed", type=int, default=0, help="of the random draws; default: %(default)s")
 
 

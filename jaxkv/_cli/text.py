@@ -13,13 +13,15 @@ from jaxkv._files.hub import find_model
 from jaxkv.text.tokenizer import TextStream as TextStream, Tokenizer
 
 SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # if nothing else is said
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+MOST_PENALTY = 2  # of presence and frequency
 # Fields of a generation_config.json that choose tokens in ways that are not known here, with what switches them off.
 OTHERS: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1,), "encoder_repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,),
-    "no_repeat_ngram_size": (0,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "penalty_alpha": (0,),
-    "num_beams": (1,), "min_length": (0,), "min_new_tokens": (0,), "bad_words_ids": (), "suppress_tokens": (),
-    "begin_suppress_tokens": (), "forced_bos_token_id": (), "forced_eos_token_id": (), "sequence_bias": (),
-    "guidance_scale": (1,), "dola_layers": (), "top_h": (), "watermarking_config": (), "stop_strings": (),
+    "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,), "typical_p": (1,), "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,), "penalty_alpha": (0,), "num_beams": (1,), "min_length": (0,), "min_new_tokens": (0,),
+    "bad_words_ids": (), "suppress_tokens": (), "begin_suppress_tokens": (), "forced_bos_token_id": (),
+    "forced_eos_token_id": (), "sequence_bias": (), "guidance_scale": (1,), "dola_layers": (), "top_h": (),
+    "watermarking_config": (), "stop_strings": (),
 }  # fmt: skip
 
 
@@ -61,13 +63,19 @@ class TextModel:
       model: what `jaxkv.Engine` takes.
       text: its tokenizer.
       sampling: how tokens are chosen: temperature, top_k, top_p, min_p and seed.
+      penalties: what `jaxkv.hooks.penalties` takes, if an option or the model's makers say anything of it.
       eos: the tokens that end an answer.
     """
 
     model: Any
     text: TextCodec
     sampling: dict[str, Any]
+    penalties: dict[str, Any] | None
     eos: tuple[int, ...]
+
+    def hook_options(self) -> dict[str, Any]:
+        """Returns the options of an engine whose requests have these penalties."""
+        return {} if self.penalties is None else penalty_options(self.penalties)
 
     @property
     def chat(self) -> Tokenizer:
@@ -75,6 +83,13 @@ class TextModel:
         if not isinstance(self.text, Tokenizer):
             raise ValueError("The model reads bytes and has no chat template: give it a text to continue, by generate.")
         return self.text
+
+
+def penalty_options(penalties: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of an engine that penalizes, by these numbers where a request gives none."""
+    import jaxkv.hooks
+
+    return {"logits_hook": jaxkv.hooks.penalize, "hook_args": jaxkv.hooks.penalties(**penalties)}
 
 
 def open_model(arguments: argparse.Namespace, text: TextCodec | None = None) -> TextModel:
@@ -91,30 +106,35 @@ def open_model(arguments: argparse.Namespace, text: TextCodec | None = None) -> 
     options |= {} if arguments.devices == 1 else {"mesh": _mesh(arguments.devices)}
     if arguments.model is None:
         model = jaxkv.models.small(**options)
-        return TextModel(model, text or ByteTokenizer(), read_sampling(arguments, {}, ""), model.config.eos_ids)
+        return TextModel(model, text or ByteTokenizer(), *read_sampling(arguments, {}, ""), model.config.eos_ids)
     path = find_model(arguments.model)
     model = jaxkv.models.load(path, **options)
     where = f"{path / 'generation_config.json'}"
     sampling = read_sampling(arguments, open_checkpoint(path).read_generation() if path.is_dir() else {}, where)
     if text is None and not model.config.byte_tokens:
         own = Tokenizer(path)
-        return TextModel(model, own, sampling, tuple(dict.fromkeys((*model.config.eos_ids, *own.eos_ids))))
-    return TextModel(model, text or ByteTokenizer(), sampling, model.config.eos_ids)
+        return TextModel(model, own, *sampling, tuple(dict.fromkeys((*model.config.eos_ids, *own.eos_ids))))
+    return TextModel(model, text or ByteTokenizer(), *sampling, model.config.eos_ids)
 
 
 def check_answers(arguments: argparse.Namespace) -> None:
     """Raises ValueError for options of answers that none can have: before a model is loaded, and not at each answer."""
     if arguments.max_new_tokens is not None:
         integer("max_new_tokens", arguments.max_new_tokens, least=1, most=MOST_INDEX // 2)
-    SamplingParams.read(**SAMPLING | _given_sampling(arguments), seed=arguments.seed)
+    SamplingParams.read(**SAMPLING | _list_given(arguments, SAMPLING), seed=arguments.seed)
+    for name, value in _list_given(arguments, PENALTIES).items():
+        check_penalty(name, name, value)
 
 
-def _given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
+def _list_given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
-def read_sampling(arguments: argparse.Namespace, said: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns how tokens are chosen: by options, else by a generation_config.json, else by the command's defaults.
+def read_sampling(
+    arguments: argparse.Namespace, said: Mapping[str, Any], where: str
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Returns how tokens are chosen: by options, else by a generation_config.json, else by the command's defaults; and
+    penalties, if either says anything of them.
 
     Args:
       said: the file's fields.
@@ -129,8 +149,9 @@ def read_sampling(arguments: argparse.Namespace, said: Mapping[str, Any], where:
     elif said.get("do_sample") or any(said.get(name) is not None for name in SAMPLING):
         recommended = {name: said[name] for name in SAMPLING if said.get(name) is not None}
         recommended.setdefault("temperature", 1.0)
-        _check_sampling(recommended, where)
-    given = _given_sampling(arguments)
+    recommended |= {name: said[name] for name, off in PENALTIES.items() if said.get(name) not in (None, off)}
+    _check_sampling(recommended, where)
+    given = _list_given(arguments, (*SAMPLING, *PENALTIES))
     taken = {name: value for name, value in recommended.items() if name not in given}
     others = {name: value for name, value in said.items() if name in OTHERS and value and value not in OTHERS[name]}
     if taken or others:
@@ -138,16 +159,29 @@ def read_sampling(arguments: argparse.Namespace, said: Mapping[str, Any], where:
         line = f"sampling as {where} recommends: {', '.join(settings)}" if settings else f"of {where}"
         more = ", ".join(f"{name} = {show(value)}" for name, value in others.items())
         print(f"jaxkv: {line}{f'; not honoured: {more}' if more else ''}.", file=sys.stderr)
-    return SAMPLING | recommended | given | {"seed": arguments.seed}
+    chosen = recommended | given
+    sampling = {name: chosen.get(name, default) for name, default in SAMPLING.items()} | {"seed": arguments.seed}
+    penalties = {name: chosen.get(name, default) for name, default in PENALTIES.items()}
+    return sampling, penalties if chosen.keys() & PENALTIES.keys() else None
 
 
 def _check_sampling(fields: Mapping[str, Any], where: str) -> None:
     for name, value in fields.items():
         if name == "top_k":
             integer(f'"{name}" in {where}', value, least=0)
+        elif name in PENALTIES:
+            check_penalty(name, f'"{name}" in {where}', value)
         else:
             most = None if name == "temperature" else 1
             real(f'"{name}" in {where}', value, least=0, most=most, above=0 if name == "top_p" else None)
+
+
+def check_penalty(name: str, said: str, value: Any) -> None:
+    """Raises ValueError for what a penalty cannot be, as OpenAI's and vLLM's; `said` is what errors call it."""
+    if name == "repetition_penalty":
+        real(said, value, above=0)
+    else:
+        real(said, value, least=-MOST_PENALTY, most=MOST_PENALTY)
 
 
 def prefix_options(arguments: argparse.Namespace) -> dict[str, Any]:

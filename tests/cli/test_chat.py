@@ -17,7 +17,7 @@ from jaxkv import models
 from jaxkv._cli import options
 from jaxkv._cli.main import main
 from jaxkv._cli.plan.chips import CHIPS
-from jaxkv._cli.text import read_sampling
+from jaxkv._cli.text import PENALTIES, read_sampling
 from jaxkv._engine.requests.eviction_policy import SCORES
 from pallas_kernels.common.quantization import FORMATS
 
@@ -137,11 +137,11 @@ OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def sampled(said, **given):
-    arguments = argparse.Namespace(**dict.fromkeys(OPTIONS), seed=0)
+    arguments = argparse.Namespace(**dict.fromkeys((*OPTIONS, *PENALTIES)), seed=0)
     for name, value in given.items():
         setattr(arguments, name, value)
-    found = read_sampling(arguments, said, "generation_config.json")
-    return tuple(found[name] for name in OPTIONS)
+    found, penalties = read_sampling(arguments, said, "generation_config.json")
+    return (*(found[name] for name in OPTIONS), *([] if penalties is None else [penalties]))
 
 
 def test_options_know_the_registries():
@@ -162,8 +162,20 @@ def test_generation_config_is_read_and_said_and_options_win(capsys):
     assert "top_k = 20" in err and "temperature" not in err and "top_p" not in err
     assert sampled({"do_sample": True}) == (1.0, 0, 1.0, 0.0)
     capsys.readouterr()
-    assert sampled({"repetition_penalty": 1.1, "num_beams": 1, "no_repeat_ngram_size": 0}) == (0.7, 0, 1.0, 0.0)
-    assert capsys.readouterr().err == "jaxkv: of generation_config.json; not honoured: repetition_penalty = 1.1.\n"
-    for field, value in (("temperature", "hot"), ("top_p", 1.5), ("top_k", -1), ("temperature", float("nan"))):
+    assert sampled({"num_beams": 4, "no_repeat_ngram_size": 0}) == (0.7, 0, 1.0, 0.0)
+    assert capsys.readouterr().err == "jaxkv: of generation_config.json; not honoured: num_beams = 4.\n"
+    assert sampled({"repetition_penalty": 1.0}) == (0.7, 0, 1.0, 0.0) and not capsys.readouterr().err
+    penalized = sampled({"repetition_penalty": 1.1, "do_sample": False}, presence_penalty=0.5)
+    assert penalized == (0.0, 0, 1.0, 0.0, PENALTIES | {"repetition_penalty": 1.1, "presence_penalty": 0.5})
+    assert capsys.readouterr().err.endswith(" recommends: temperature = 0.0, repetition_penalty = 1.1.\n")
+    assert sampled({"repetition_penalty": 1.1}, repetition_penalty=1.0)[-1] == PENALTIES
+    for field, value in (
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", "x"),
+        ("temperature", "hot"),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("temperature", float("nan")),
+    ):
         with pytest.raises(ValueError, match=rf'^"{field}" in generation_config\.json'):
             sampled({"do_sample": True, field: value})

@@ -148,7 +148,7 @@ def test_a_size_that_is_none(size, capsys):
         with pytest.raises(SystemExit) as end:
             main([command, "--memory", size])
         err = capsys.readouterr().err
-        assert end.value.code == 2 and "--memory" in err and "Traceback" not in err and len(err) < 1500
+        assert end.value.code == 2 and "--memory" in err and "Traceback" not in err and len(err) < 1800
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ from jaxkv._cli.http.openai_format import (
     count_usage,
     read_options,
 )
+from jaxkv._cli.http.penalties import read_penalties
 from jaxkv._cli.http.token_format import detokenize, tokenize
+from jaxkv._engine.requests.submission import read_eos
 
 logger = logging.getLogger("jaxkv.serve")
 
@@ -41,12 +43,15 @@ def make_app(
     sampling: dict[str, Any] | None = None,
     max_new_tokens: int | None = None,
     *,
+    penalties: dict[str, Any] | None = None,
     allowed_origins: Sequence[str] = (),
 ) -> Any:
     """Makes the ASGI app of an engine that is served, its `jaxkv.text.Tokenizer` and the model's names.
 
     Args:
       sampling, max_new_tokens: what holds where a request says nothing; None: all tokens that there is room for.
+      penalties: what `jaxkv.hooks.penalties` is given where a request says nothing, of an engine whose `logits_hook` is
+        `jaxkv.hooks.penalize`; None: it has no such hook.
       allowed_origins: those whose pages may ask from a browser; `"*"`: all. None by default: unlike vLLM's, this server
         listens to its own machine alone, where any page that a user opens would come in.
     """
@@ -63,6 +68,8 @@ def make_app(
     most_tokens = max_new_tokens or max_model_len
     most = LEAST_LIMIT + MOST_PER_TOKEN * max_model_len
     most_answers = None if engine.max_waiting is None else engine.max_waiting + engine.config.max_seqs
+    vocab_size = max(engine.vocab_size or 0, text.vocab_size)
+    eos_ids = read_eos(eos, engine.eos_ids)
     running: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def refuse(error: BaseException) -> Any:
@@ -91,6 +98,7 @@ def make_app(
             body, size = await receive(http, most, names)
             form = kind(body, text)
             options = read_options(body, defaults, form.default_tokens or most_tokens) | form.options()
+            options |= read_penalties(body, penalties, options, eos_ids, vocab_size)
             prompts = await take_turn(kind, size, http, form.prompts)
             if not engine.config.is_endless:  # else rows of windows alone go on beyond it
                 check_context(prompts, body, max_model_len)
@@ -153,7 +161,6 @@ def make_app(
 
     facts = {"object": "model", "created": int(time.time()), "owned_by": "jaxkv"}
     models = [{"id": name, **facts, "max_model_len": max_model_len} for name in names]
-    vocab_size = max(engine.vocab_size or 0, text.vocab_size)
     routes = [
         Route("/v1/chat/completions", functools.partial(complete, ChatCompletion), methods=["POST"]),
         Route("/v1/completions", functools.partial(complete, Completion), methods=["POST"]),

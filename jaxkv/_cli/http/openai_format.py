@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxkv._cli.http.body import show
+from jaxkv._cli.http.penalties import PENALTIES
 
 MOST_CHOICES = 128  # samples of a request, as OpenAI's: each is built from its prompt in the server's one thread
 # Stop sequences, and characters of one: the thread that takes the steps looks for each in the text of every token.
@@ -26,7 +27,6 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "prio
 RENAMED = {"cache_salt": "salt", "include_stop_str_in_output": "include_stop"}  # what `Engine.submit` calls them
 IN_PYTHON = "leave it out, or serve from Python, where"
 BY_GRAMMAR = f"{IN_PYTHON} a logits_hook follows a grammar (docs/recipes.md)"
-BY_HOOK = f"{IN_PYTHON} jaxkv.hooks has it"
 LEAVE, AS_TEXT = "leave it out", "leave it out, or render the text yourself and send it to /v1/completions"
 # What a chat template is given, or is, elsewhere.
 TEMPLATE_FIELDS = ("tools", "functions", "chat_template", "continue_final_message", "documents")
@@ -36,8 +36,6 @@ REFUSED = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
         "structural_tag", "grammar", "regex", "ebnf", "json_schema", "allowed_token_ids", "bad_words",
         "logits_processors"), BY_GRAMMAR),
-    **dict.fromkeys(("logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens"),
-        BY_HOOK),
     **dict.fromkeys((*TEMPLATE_FIELDS, "tool_choice", "function_call"), AS_TEXT),
     **dict.fromkeys(("audio", "modalities", "prediction", "suffix", "web_search_options", "prompt_embeds",
         "truncate_prompt_tokens", "use_beam_search", "length_penalty", "skip_special_tokens",
@@ -45,7 +43,7 @@ REFUSED = {
 }  # fmt: skip
 # What switches a field off, where that is not None, False, 0 or nothing.
 OFF: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1,), "length_penalty": (1,), "tool_choice": ("none", "auto"), "modalities": (["text"],),
+    "length_penalty": (1,), "tool_choice": ("none", "auto"), "modalities": (["text"],),
     "function_call": ("none", "auto"), "skip_special_tokens": (True,),
 }  # fmt: skip
 # Fields that are on where they are given, whatever their value.
@@ -59,8 +57,8 @@ CHAT_TYPES = {
 }  # fmt: skip
 # What changes an answer and is done here, so that a slip of the pen must not pass for an unknown field.
 TAKEN = (
-    *SAMPLING, *RENAMED, *OTHER_TYPES, *CHAT_TYPES, "max_tokens", "max_completion_tokens", "prompt_logprobs", "stream",
-    "stream_options", "echo", "add_special_tokens", "response_format",
+    *SAMPLING, *PENALTIES, *RENAMED, *OTHER_TYPES, *CHAT_TYPES, "max_tokens", "max_completion_tokens",
+    "prompt_logprobs", "stream", "stream_options", "echo", "add_special_tokens", "response_format",
 )  # fmt: skip
 Described = tuple[int, float | None, dict[str, float] | None]  # a token, its log-probability, and the likeliest ones'
 

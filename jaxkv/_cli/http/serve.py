@@ -17,7 +17,7 @@ import jaxkv
 from jaxkv._cli.compiling import keep_compiled
 from jaxkv._cli.http.app import make_app
 from jaxkv._cli.http.openai_format import MOST_LOGPROBS
-from jaxkv._cli.text import open_model, prefix_options
+from jaxkv._cli.text import open_model, penalty_options, prefix_options
 
 MOST_GRACE = 24 * 3600
 SECONDS_TO_TELL = 5  # that clients are left, to hear of it
@@ -34,6 +34,9 @@ def serve(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--grace must be from 0 to {MOST_GRACE} seconds, not {arguments.grace}.")
     check_address(arguments.host, arguments.port)  # now, and not once all is compiled
     opened = open_model(arguments)
+    penalties = opened.penalties
+    if penalties is None and not _goes_on_beyond(opened.model):
+        penalties = {}
     engine = jaxkv.Engine(
         opened.model,
         max_seqs=arguments.max_seqs,
@@ -45,6 +48,7 @@ def serve(arguments: argparse.Namespace) -> int:
         max_waiting=arguments.max_waiting,
         cache_dtype=arguments.cache_dtype,
         residual_length=arguments.residual_length,
+        **{} if penalties is None else penalty_options(penalties),
         **{"prefix_cache": True} | prefix_options(arguments),
     )
     if arguments.warmup:
@@ -60,6 +64,7 @@ def serve(arguments: argparse.Namespace) -> int:
         opened.eos,
         opened.sampling,
         arguments.max_new_tokens,
+        penalties=penalties,
         allowed_origins=arguments.allowed_origins,
     )
     with engine, engine.serve():
@@ -67,6 +72,11 @@ def serve(arguments: argparse.Namespace) -> int:
         if arguments.prefix_disk is not None and engine.drain(arguments.grace):
             engine.prefix.flush(engine.cache)
     return 0
+
+
+def _goes_on_beyond(model: Any) -> bool:
+    """Tells whether answers may go on beyond `--max-seq-len`, which a hook, that remembers all their tokens, ends."""
+    return jaxkv.CacheConfig.from_model(model, max_seqs=1, max_seq_len=model.max_seq_len).is_endless
 
 
 def check_address(host: str, port: int) -> None:

@@ -13,10 +13,12 @@ def served(folder):
     from http_server import listen
 
     from jaxkv._cli.http.app import make_app
+    from jaxkv._cli.text import penalty_options
 
     model, text = models.load(folder), jaxkv.text.Tokenizer(folder)
-    engine = jaxkv.Engine(model, max_seqs=4, max_seq_len=256, max_waiting=40, prefix_cache=True)
-    app = make_app(engine, text, ["tiny"], (257,), {"temperature": 0.0})
+    sizes = {"max_seqs": 4, "max_seq_len": 256, "max_waiting": 40, "prefix_cache": True}
+    engine = jaxkv.Engine(model, **sizes, **penalty_options({}))
+    app = make_app(engine, text, ["tiny"], (257,), {"temperature": 0.0}, penalties={})
     with engine, engine.serve(), listen(app) as url:
         yield engine, text, url
 

@@ -103,7 +103,7 @@ def test_too_many_are_told_to_wait(served, client, openai):
     engine.max_waiting = 1
     try:
         with concurrent.futures.ThreadPoolExecutor(12) as threads:
-            found = [threads.submit(ask, client, QUESTIONS[0], max_tokens=60) for _ in range(12)]
+            found = [threads.submit(ask, client, QUESTIONS[0], max_tokens=150) for _ in range(12)]
             errors = [future.exception() for future in found]
     finally:
         engine.max_waiting = 40

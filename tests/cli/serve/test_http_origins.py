@@ -121,7 +121,7 @@ def test_the_command_allows_what_it_is_told(monkeypatch, tmp_path):
         told.append(options)
         raise Made
 
-    opened = dict(model=types.SimpleNamespace(max_seq_len=64), chat=None, eos=(), sampling={})
+    opened = dict(model=types.SimpleNamespace(max_seq_len=64), chat=None, eos=(), sampling={}, penalties={})
     monkeypatch.setattr(serve, "open_model", lambda _: types.SimpleNamespace(**opened))
     monkeypatch.setattr(jaxkv, "Engine", lambda *_, **__: None)
     monkeypatch.setattr(serve, "make_app", make)

@@ -29,7 +29,9 @@ def test_those_programs_are_compiled_before_it_listens(monkeypatch):
 
     engine = types.SimpleNamespace(warmup=compile_programs)
     monkeypatch.setattr(
-        serve, "open_model", lambda _: types.SimpleNamespace(model=types.SimpleNamespace(max_seq_len=64))
+        serve,
+        "open_model",
+        lambda _: types.SimpleNamespace(model=types.SimpleNamespace(max_seq_len=64), penalties={}),
     )
     monkeypatch.setattr(jaxkv, "Engine", lambda *_, **__: engine)
     options = "seed max_seqs max_seq_len memory block_size max_waiting cache_dtype residual_length"
