@@ -121,7 +121,29 @@ class Undescribed(Good):
     layer_configs = property(lambda self: self.nothing)
 
 
+class Dropping(Good):
+    def __init__(self):
+        super().__init__()
+        self.drop = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+
+    def __call__(self, tokens, *, cache):
+        logits, cache = super().__call__(tokens, cache=cache)
+        return self.drop(logits), cache
+
+
+class Normalized(Good):
+    def __init__(self):
+        super().__init__()
+        self.norm = nnx.BatchNorm(VOCAB, rngs=nnx.Rngs(0))
+
+    def __call__(self, tokens, *, cache):
+        logits, cache = super().__call__(tokens, cache=cache)
+        return self.norm(logits), cache
+
+
 MISTAKES = {
+    Dropping: r"changes Dropping\.drop\.rngs\.count.*, .*: dropout .* Call model\.eval\(\) first",
+    Normalized: r"changes Normalized\.norm\.mean",
     WithoutCache: "the call of WithoutCache takes no cache",
     WithoutPair: r"must return the pair \(logits, cache\), but for packed tokens i32\[5\] it returns float32\[5, 12\]",
     Layerwise: "its second part is a list of 1",
@@ -142,6 +164,13 @@ def test_an_engine_refuses_it_before_anything_compiles(mistake):
     with pytest.raises(ValueError, match=MISTAKES[mistake]) as error:
         jaxkv.Engine(mistake(), max_seqs=2, max_seq_len=64)
     assert str(error.value).endswith("See docs/your_model.md.")
+
+
+@pytest.mark.parametrize("kind", [Dropping, Normalized])
+def test_a_model_in_evaluation_is_taken(kind):
+    model = kind()
+    model.eval()
+    jaxkv.Engine(model, max_seqs=2, max_seq_len=64)
 
 
 def test_an_engine_inside_jit_is_refused_in_a_sentence():

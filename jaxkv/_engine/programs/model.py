@@ -18,6 +18,11 @@ from jaxkv._core.state.state_repr import describe_array
 
 PAGE = "See docs/your_model.md."
 MOST_SHOWN = 600  # characters of an error that a model raised
+# What is said of a leaf that a call changes: it would be as before in the next step.
+LOST = (
+    "which a compiled step forgets: dropout or batch statistics are on. Call model.eval() first, or leave that state "
+    "out of the model."
+)
 ADAPTERS_ARGUMENT = "adapters"  # the argument by which a model is given those of its rows
 
 
@@ -164,11 +169,12 @@ def _check_call(
 
     def call(leaves: Any, cache: Cache, ids: Any, at: Any) -> Any:
         model = jax.tree.unflatten(structure, leaves)
-        wants_places = takes(model, "logits_at")
+        wants_places, given = takes(model, "logits_at"), _name_leaves(model)
         result = model(ids, cache=cache, **({"logits_at": at} if wants_places else {}), **no_adapters(model, cache))
         wanted = places if wants_places else tokens
         asked = f"logits_at i32{list(at.shape)} of " if wants_places else ""
         problem.extend(_find_problems(result, cache, wanted, f"{asked}{layout} tokens i32{list(tokens)}"))
+        problem.extend(f"The model's call changes {name}, {LOST}" for name in _find_changed(given, model))
         return () if problem else result[0]
 
     integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (tokens, places)]
@@ -214,6 +220,17 @@ def _find_problems(result: Any, cache: Cache, wanted: tuple[int, ...], given: st
             "its own layer=, and hand the cache that it returns to the next one."
         ]
     return []
+
+
+def _name_leaves(model: Any) -> dict[str, Any]:
+    """Returns the leaves of a model by their names."""
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    return {f"{type(model).__name__}{jax.tree_util.keystr(path)}": leaf for path, leaf in leaves}
+
+
+def _find_changed(given: dict[str, Any], model: Any) -> list[str]:
+    """Returns the names of the leaves that a call has changed; what it has added, as `sow` does, is none of them."""
+    return [name for name, leaf in _name_leaves(model).items() if name in given and leaf is not given[name]]
 
 
 def describe_error(error: Exception) -> str:
