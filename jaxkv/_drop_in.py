@@ -178,7 +178,8 @@ def _left_of(window: Any) -> int:
 def _refuse(when: str, given: dict[str, Any]) -> None:
     if unknown := [name for name, x in given.items() if x is not None]:
         instead = " (a slope by distance is alibi=, True and False mask=)" * ("bias" in unknown)
-        raise ValueError(f"Attention {when} takes no {' and no '.join(unknown)}{instead}: leave it out.")
+        out = "give deterministic=True, as model.eval() does" if unknown == ["dropout_rate"] else "leave it out"
+        raise ValueError(f"Attention {when} takes no {' and no '.join(unknown)}{instead}: {out}.")
 
 
 def _read_mask(mask: Any, query: jax.Array, cache: Any) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def test_keys_and_values_of_other_inputs():
 def test_what_a_layer_cannot_do_with_a_cache():
     x, layer = inputs(ROWS, 1, WIDTH), jaxkv.extend(new_cache(HEADS), [1] * ROWS).layers[0]
     for pair in (nnx_pair, linen_pair):
-        with pytest.raises(ValueError, match="takes no dropout_rate"):
+        with pytest.raises(ValueError, match=r"dropout_rate: give deterministic=True, as model\.eval\(\) does"):
             pair(dropout_rate=0.5)[1](x, cache=layer)
         pair(dropout_rate=0.5)[1](x, cache=layer, deterministic=True)
         with pytest.raises(ValueError, match="attention_fn"):
