@@ -96,12 +96,13 @@ def test_the_first_line_answers_what_was_asked(tmp_path, capsys):
 
 def test_what_is_suggested_for_residual_layers(tmp_path, capsys):
     """The call makes the cache that was counted: with residual layers where a quantized one is the best."""
-    told = ("--memory", "80GB", "--block-size", 16, "--max-seq-len", 8192, "--residual-length", 32)
+    sizes = ("--memory", "80GB", "--block-size", 16, "--max-seq-len", 8192)
     folder = published("llama-3.1-8b", tmp_path)
     model = types.SimpleNamespace(
         layer_configs=(jaxkv.LayerConfig(num_kv_heads=8, head_dim=128),) * 32, dtype="bfloat16"
     )
     for dtype, length in (("int4", 32), ("bfloat16", None)):
+        told = sizes if length is None else (*sizes, "--residual-length", length)
         assert run(folder, *told, "--dtype", dtype, "--json") == 0
         report = json.loads(capsys.readouterr().out)
         config = jaxkv.CacheConfig.from_model(model, **report["suggestion"])
