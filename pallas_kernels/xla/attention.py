@@ -154,7 +154,7 @@ def _begin(inputs: _Inputs, rows: work_list.WorkRows, room: int) -> _Running:
     num_heads, head_dim = inputs.q.shape[1:]
     num_kv_heads = inputs.stored.kv.shape[2]
     zero, size = tile_reads.zero_for(inputs, rows), room * (num_heads // num_kv_heads)
-    both = jnp.repeat(jnp.stack([zero + MASKED, zero]), size, total_repeat_length=2 * size)
+    both = jnp.where(jnp.arange(2 * size) < size, zero + MASKED, zero)
     return _Running(
         jnp.broadcast_to(both, (num_kv_heads, 2 * size)),
         jnp.broadcast_to(zero, (num_kv_heads, size, inputs.stored.value_dim(head_dim))),
