@@ -26,7 +26,7 @@ from jaxkv._core.attention.layout_adapters import (
     kernel_layout,
     storage_arguments,
 )
-from jaxkv._core.attention.plan import Step
+from jaxkv._core.attention.plan import Step, check_plan
 from jaxkv._core.attention.query_capture import record_queries
 from jaxkv._core.attention.residual import describe_residual, merge_outputs, split_options
 from jaxkv._core.attention.shared_prefix import describe_sharing, find_planned_sharing
@@ -419,9 +419,12 @@ def explain(
     There are no kernels for the platform 'cpu'; XLA runs on all of them.
     """
     found = find_layer(cache, 0 if layer is None and not isinstance(cache, Layer) else layer)
-    check_tokens(found, {"q": q})
+    token_axes = check_tokens(found, {"q": q})
     read = {name: x for name, x in options.items() if name != "num_tokens"}
     cascades = flag("cascade", read.pop("cascade", True))
+    if (step := read.pop("step", None)) is not None:
+        check_plan(step, found.config, "q", token_axes)
+        read = {"tree": step.tree} | read
     q, _, _ = kernel_layout(found, q=q)
     arguments = dict(q=q, tables=found.tables.tables, **storage_arguments(found) | shard_shapes(found.pool))
     arguments |= read_options(found, read)
