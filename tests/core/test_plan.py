@@ -189,6 +189,19 @@ def test_a_plan_of_other_tables_stores_nothing():
         attend_as_planned(freed, jaxkv.plan_step(planned, (ROWS, 2)))
 
 
+def test_explain_takes_a_step_as_attend_does():
+    config = jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=64, max_seqs=2, max_seq_len=128)
+    cache, q = jaxkv.extend(jaxkv.init(config), [65, 0]), jax.ShapeDtypeStruct((2, 65, 4, 64), jnp.bfloat16)
+    found = []
+    for how in ({}, {"tree": np.full((2, 65), -1, np.int32)}):
+        step = jaxkv.plan_step(cache, (2, 65), **how)
+        found.append(jaxkv.explain(q, cache, step=step, platform="cuda"))
+        assert found[-1] == jaxkv.explain(q, cache, platform="cuda", **how)
+    assert [choice.implementation for choice in found] == ["gpu", "xla"]  # a tree of 65 tokens is too large
+    with pytest.raises(ValueError, match="step must be what plan_step returned, not int"):
+        jaxkv.explain(q, cache, step=3)
+
+
 def test_a_step_without_its_extend():
     """What extend made room for is known outside of jit: that of the step before, of more tokens than are given."""
     cache = jaxkv.extend(filled(), [2, 0, 0, 1])
@@ -196,6 +209,8 @@ def test_a_step_without_its_extend():
     with pytest.raises(ValueError, match="room for 2 tokens of a row in this step, but q has slots for 1") as padded:
         jaxkv.attention(q, kv, kv, cache, layer=0)
     assert str(padded.value).endswith("Padded arrays are [S, T, heads, D], of 4 rows with 1 slot each.")
+    with pytest.raises(ValueError, match=r"not ArrayImpl: .* attend\(q, cache\) and write\(cache, k, v\)"):
+        jaxkv.write(kv, kv, cache, layer=0)
     with pytest.raises(ValueError, match=r"room for 3 tokens in this step, but q has slots for 2: .* step's tokens\.$"):
         jaxkv.attention(q[:2, 0], kv[:2, 0], kv[:2, 0], cache, layer=0)
 

@@ -17,6 +17,8 @@ from jaxkv._core.state.state import Layer
 from jaxkv._core.state.state_repr import check_living, check_pools
 from jaxkv._core.state.state_slots import StateLayer
 
+ORDERS = ": the order is attention(q, k, v, cache), attend(q, cache) and write(cache, k, v)"  # of who gave an array
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCall:
@@ -104,7 +106,9 @@ def is_layer(cache: Any, layer: Any, kind: type[Layer] | type[StateLayer], hint:
         check_pools("layer", (getattr(cache, "pool", None),))
         return True
     if not isinstance(cache, Cache):
-        raise ValueError(f"cache must be a jaxkv.Cache or one of its layers, not {type(cache).__name__}.{hint}")
+        is_array = kind is Layer and isinstance(cache, jax.Array | np.ndarray)
+        found = type(cache).__name__ + ORDERS * is_array
+        raise ValueError(f"cache must be a jaxkv.Cache or one of its layers, not {found}.{hint}")
     check_living("cache", cache.tables[0].lengths)
     check_pools("cache", cache.pools)
     if layer is None:
