@@ -102,6 +102,19 @@ def test_an_adapter_goes_with_a_saved_engine(tmp_path):
     assert all(request.tokens == continuation(PROMPT, 9, request.params.adapter) for request in requests)
 
 
+def test_requests_of_one_prompt_that_wait_in_a_file_are_no_samples_of_one(tmp_path):
+    """A row of layers that keep less is forked while its prompt is computed; of another adapter it says nothing."""
+    engine = jaxkv.Engine(Adapted(WINDOWS), **ROOM)
+    for adapter, salt in ((2, None), (1, None), (1, "a"), (1, None)):
+        engine.submit(PROMPT, 5, adapter=adapter, salt=salt)
+    engine.save(tmp_path / "engine")
+    other = jaxkv.Engine(Adapted(WINDOWS), **ROOM | {"max_seqs": 4})
+    requests = other.load(tmp_path / "engine")
+    list(other.run())
+    assert [request.tokens for request in requests] == [continuation(PROMPT, 5, x) for x in (2, 1, 1, 1)]
+    assert other.tokens == 3 * (len(PROMPT) - 1) + 4 * 5, "of one adapter and one tenant it is computed once"
+
+
 def test_a_hook_is_told_of_adapters():
     def hook(logits, rows):
         return jax.nn.one_hot((rows.adapters + rows.lengths) % VOCAB, VOCAB)

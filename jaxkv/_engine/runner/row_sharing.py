@@ -81,5 +81,8 @@ class RowSharing:
 
 
 def _are_siblings(a: Sequence, b: Sequence) -> bool:
-    """Tells whether both are samples of one request, which share a prompt."""
-    return a.request is not None and b.request is not None and a.request.prompt is b.request.prompt
+    """Tells whether both are samples of one request, which share a prompt. A file does not say which were samples: of
+    those it holds, all with one prompt, salt and adapter are taken for such."""
+    if a.request is None or b.request is None or a.request.prompt is not b.request.prompt:
+        return False
+    return a.salt == b.salt and a.adapter == b.adapter
