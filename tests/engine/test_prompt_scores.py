@@ -116,7 +116,8 @@ def test_scoring_alone_gives_no_tokens(model, dense, tmp_path):
         again.result()
         np.testing.assert_allclose(again.prompt_logprobs, wanted[:35], atol=1e-5)
         np.testing.assert_allclose(again.token_logprobs, wanted[35:], atol=1e-5)
-        assert other.prompt_logprobs is None
+        other.result()
+        np.testing.assert_allclose(other.prompt_logprobs, wanted[:35], atol=1e-5)
     with jaxkv.Engine(model, **SIZES) as engine:  # saved when all scores were known
         request = engine.submit(PROMPTS[0], 4, n=2, prompt_logprobs=True)
         while len(request.prompt_logprobs) < len(PROMPTS[0]) - 1:
@@ -124,6 +125,23 @@ def test_scoring_alone_gives_no_tokens(model, dense, tmp_path):
         engine.save(tmp_path / "later.safetensors")
     with jaxkv.Engine(model, **SIZES) as engine:
         for sample in engine.load(tmp_path / "later.safetensors"):
+            np.testing.assert_allclose(sample.prompt_logprobs, dense(request.prompt), atol=1e-5)
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_sample_that_is_cancelled_leaves_its_scores_to_the_others(model, dense, tmp_path, is_saved):
+    """What is known of the prompt stays, and the next sample computes the rest, though a prefix cache has some of it."""
+    with jaxkv.Engine(model, **SIZES, prefix_cache=True) as engine:
+        request = engine.submit([*PROMPTS[0], *PROMPTS[0]], 2, n=3, prompt_logprobs=True)
+        engine.step()
+        engine.step()
+        assert 0 < len(request.prompt_logprobs) < 35
+        request.samples[0].cancel()
+        engine.save(tmp_path / "engine.safetensors")
+        samples = engine.load(tmp_path / "engine.safetensors") if is_saved and not request.cancel() else request.samples
+        list(engine.run())
+        for sample in samples[-2:]:
+            assert sample.ended == "length"
             np.testing.assert_allclose(sample.prompt_logprobs, dense(request.prompt), atol=1e-5)
 
 

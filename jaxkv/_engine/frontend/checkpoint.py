@@ -165,6 +165,7 @@ class Resumable(Closable):
             head = heads.setdefault(leader, sequence)  # itself, if its leader was cancelled while it was saved
             if head is not sequence:
                 head.followers.append(sequence)
+                sequence.request.follow(head.request)
         if len(by_number) + sum(r.done for r in requests) != len(requests):
             raise _Wrong("two have one number")
         # Sequences with a row first: admitted ones stay ahead of waiting ones.

@@ -54,6 +54,8 @@ def adopt(
         sequences.append(sequence)
     for entry, sequence in zip(entries, sequences, strict=True):
         sequence.followers = [sequences[place] for place in entry["followers"]]
+        for follower in sequence.followers:
+            follower.request.follow(sequence.request)
     own.core.adopt(sequences)
 
 

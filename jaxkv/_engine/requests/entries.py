@@ -20,8 +20,6 @@ CHOSEN = {None: 0, 0: -1}  # what entries say where no number of likeliest token
 def render_request(request: Request, hook_args: HookArgs) -> dict[str, Any]:
     """Returns the entry of a request, without stop strings. Raises ValueError for hook arguments that are no JSON."""
     params, scores = request.params, request.shared_scores
-    if request.scores is None and scores is not None and not scores.is_complete:
-        scores = None  # the first sample computes them, and this one's row may have more tokens
     return {
         "number": request.number, "prompt": request.prompt, "limit": request.limit,
         "tokens": request.tokens if request.done else request.output,

@@ -124,11 +124,15 @@ class Request:
             engine=first.engine,
         )
         for sample in samples[1:]:
-            sample._first = first
+            sample.follow(first)
         both._samples, both.times = tuple(samples), first.times
         for sample in samples:
             sample.prompt = first.prompt  # one list: so samples of one request know each other
         return both
+
+    def follow(self, first: "Request") -> None:
+        """Records that it is a further sample of what another is the first of: scores of the prompt are kept there."""
+        self._first = first
 
     @property
     def origin(self) -> "Request":
@@ -179,8 +183,15 @@ class Request:
 
     @property
     def shared_scores(self) -> PromptScores | None:
-        """The scores of the prompt, which all samples have from the first one."""
+        """The scores of the prompt: the first sample keeps them for all, whichever computes them."""
         return (self._first or self.samples[0]).scores
+
+    @property
+    def needs_scores(self) -> bool:
+        """Tells whether scores of its prompt are missing that it has to compute: the first sample does, or any of those
+        that are left once that one has ended."""
+        scores, is_next = self.shared_scores, self._first is None or self._first.done
+        return is_next and scores is not None and not scores.is_complete
 
     @property
     def num_visible(self) -> int:

@@ -69,8 +69,7 @@ class Sequence:
     @property
     def needs_scores(self) -> bool:
         """Tells whether log-probabilities of its prompt are wanted and missing: then it shares no computed tokens."""
-        scores = getattr(self.request, "scores", None)
-        return scores is not None and not scores.is_complete
+        return getattr(self.request, "needs_scores", False)
 
     @property
     def order(self) -> tuple[int, int]:

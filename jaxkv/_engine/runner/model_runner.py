@@ -208,7 +208,7 @@ class ModelRunner:
             for request, first, count, begin in scored:
                 following = request.prompt[first + 1 : first + 1 + count]
                 targets[begin : begin + len(following)] = following
-            prompt_count = count_likeliest(*(request.scores.num_likeliest or None for request, *_ in scored))
+            prompt_count = count_likeliest(*(request.shared_scores.num_likeliest or None for request, *_ in scored))
         variant = StepVariant(
             kind=KINDS[max(sequence.request.kind for sequence, _, _ in work)],
             count=count_likeliest(*(sequence.request.params.num_logprobs for sequence, _, _ in work)),
@@ -264,7 +264,7 @@ class ModelRunner:
         scores = [np.asarray(x) for x in flight.result.scores]
         self.flights.popleft()
         for request, first, count, begin in flight.scored:
-            request.scores.note(first, *(x[begin : begin + count] for x in scores))
+            request.shared_scores.note(first, *(x[begin : begin + count] for x in scores))
         return [
             (
                 sequence,
