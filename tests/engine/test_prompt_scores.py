@@ -154,6 +154,15 @@ def test_scores_begin_anew_with_other_weights(model, dense):
         assert not len(request.prompt_logprobs)
         request.result()
         np.testing.assert_allclose(request.prompt_logprobs, dense(request.prompt), atol=1e-5)
+        # So they do for samples that go on where the first one has ended.
+        request = engine.submit(PROMPTS[0], 9, n=2, prompt_logprobs=True)
+        while len(request.samples[1].tokens) < 2:
+            engine.step()
+        request.samples[0].cancel()
+        engine.update(jax.tree.map(lambda x: x, model), restart=True)
+        assert len(request.samples[1].prompt_logprobs) == 0
+        list(engine.run())
+        np.testing.assert_allclose(request.samples[1].prompt_logprobs, dense(request.prompt), atol=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS if NIGHTLY else ["plain", "prefix cache"])

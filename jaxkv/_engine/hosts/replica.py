@@ -41,7 +41,6 @@ class Replica(Request):
         super().restart()
         if self._origin is not None and not self._origin.done:
             self._origin.restart()
-            self._origin.scores = self.scores
 
     def refuse(self, why: str) -> None:
         super().refuse(why)

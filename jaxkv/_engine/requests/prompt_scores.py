@@ -38,6 +38,10 @@ class PromptScores:
             for own, tokens, logprobs in known
         ]
 
+    def restart(self) -> None:
+        """Forgets them all."""
+        self.count = 0
+
     def note(self, first: int, logprobs: np.ndarray, tokens: np.ndarray | None = None) -> None:
         """Records those of the tokens behind positions `first` and on; what is known already may come again.
 

@@ -190,8 +190,11 @@ class Request:
     def needs_scores(self) -> bool:
         """Tells whether scores of its prompt are missing that it has to compute: the first sample does, or any of those
         that are left once that one has ended."""
-        scores, is_next = self.shared_scores, self._first is None or self._first.done
-        return is_next and scores is not None and not scores.is_complete
+        return self._keeps_scores and self.shared_scores is not None and not self.shared_scores.is_complete
+
+    @property
+    def _keeps_scores(self) -> bool:
+        return self._first is None or self._first.done
 
     @property
     def num_visible(self) -> int:
@@ -350,7 +353,8 @@ class Request:
         self.search.restart()
         self.stop = None
         self.times = Times(submitted=self.times.submitted)
-        self.scores = self.scores and PromptScores(len(self.prompt), self.scores.num_likeliest)
+        if self._keeps_scores and self.shared_scores is not None:
+            self.shared_scores.restart()
         self.output, self.output_logprobs = [], []
         call_all(self.listeners)
 
