@@ -1,10 +1,9 @@
 """Requests of several adapters in one batch: each gets what its own makes of its tokens, and shares with its own."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import pytest
+from adapted_model import adapted
 from checksum_model import LONGEST, VOCAB, Checksum, Several, is_seen, weight
 from hybrid_model import Hybrid
 from nightly import NIGHTLY
@@ -14,20 +13,6 @@ import jaxkv
 WINDOWS = (None, 7)
 ROOM = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 3, "num_blocks": 60, "step_tokens": 7}
 PROMPT = list(range(3, 17))
-
-
-def adapted(kind):
-    @jax.tree_util.register_static
-    @dataclasses.dataclass(frozen=True)
-    class Adapted(kind):
-        """Its keys depend on the adapter, so that those of another give another token."""
-
-        def __call__(self, tokens, *, cache, logits_at, adapters):
-            assert adapters.shape == (cache.config.max_seqs,) and adapters.dtype == jnp.int32
-            row = jaxkv.plan_step(cache, tokens.shape).token.row
-            return super().__call__(tokens + 7 * adapters[row], cache=cache, logits_at=logits_at)
-
-    return Adapted
 
 
 Adapted = adapted(Checksum)

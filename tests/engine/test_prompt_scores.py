@@ -130,7 +130,7 @@ def test_scoring_alone_gives_no_tokens(model, dense, tmp_path):
 
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_sample_that_is_cancelled_leaves_its_scores_to_the_others(model, dense, tmp_path, is_saved):
-    """What is known of the prompt stays, and the next sample computes the rest, though a prefix cache has some of it."""
+    """What is known of the prompt stays, and the next sample computes the rest, though a prefix cache has it."""
     with jaxkv.Engine(model, **SIZES, prefix_cache=True) as engine:
         request = engine.submit([*PROMPTS[0], *PROMPTS[0]], 2, n=3, prompt_logprobs=True)
         engine.step()

@@ -89,9 +89,15 @@ class Latent(Checksum):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Several(Checksum):
-    """Answers for any tokens of a step, each by what stands before it; a draft of it is wrong every `wrong`th time."""
+    """Answers for any tokens of a step, each by what stands before it; a draft of it is wrong every `wrong`th time.
+    Numbers are stored `width` times, for formats of groups of numbers."""
 
     wrong: int = 0
+    width: int = dataclasses.field(default=1, kw_only=True)
+
+    @property
+    def layer_configs(self):
+        return tuple(dataclasses.replace(layer, head_dim=self.width) for layer in super().layer_configs)
 
     def __call__(self, tokens, *, cache, logits_at):
         token = jaxkv.plan_step(cache, tokens.shape).token
@@ -101,7 +107,7 @@ class Several(Checksum):
         total = jnp.zeros(row.shape, jnp.int32)
         for layer, window in enumerate(self.windows):
             k, v = (x.astype(jnp.float32)[..., None, None] for x in (tokens, token.position))
-            cache = jaxkv.write(cache, k, v, layer=layer)
+            cache = jaxkv.write(cache, *(jnp.repeat(x, self.width, axis=-1) for x in (k, v)), layer=layer)
             k, v = read_tokens(cache, layer, rows, position, end, row)
             seen = (position < end) & (position >= end - (window or LONGEST))
             total += jnp.sum(jnp.where(seen, (k + 1) * weight(layer, v), 0), axis=1, dtype=jnp.int32)
