@@ -297,6 +297,14 @@ MUTANTS = {
             "f'{type(model).__name__} {getattr(model, 'config', None)!r} {structure}'",
         ),
     ),
+    "requests of a file with one prompt are taken for samples of one": (
+        "test_requests_of_one_prompt_that_wait_in_a_file_are_no_samples_of_one",
+        Plant("_are_siblings", "a.salt == b.salt and a.adapter == b.adapter", "True"),
+    ),
+    "scores of a prompt go with the first sample": (
+        "test_a_sample_that_is_cancelled_leaves_its_scores_to_the_others",
+        Plant("Request._keeps_scores", "self._first is None or self._first.done", "self._first is None"),
+    ),
     "siblings of windows are computed one by one": (
         "test_siblings_of_layers_that_keep_less",
         Plant("Scheduler._gather", "self.rows.must_follow(sequence, s)", "False"),
