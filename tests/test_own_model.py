@@ -326,6 +326,15 @@ class Scanned(linen.Module):
         return linen.Dense(VOCAB)(x), cache
 
 
+@pytest.mark.parametrize("make", [jaxkv.generate, jaxkv.Engine])
+def test_a_linen_module_alone_is_told_what_wraps_it(make):
+    given = ([[1, 2]],) if make is jaxkv.generate else ()
+    with pytest.raises(ValueError, match=r"this Linen has no layer_configs: wrap .* jaxkv\.linen\.model\. See docs/y"):
+        make(Linen(), *given)
+    with pytest.raises(ValueError, match=r"this Linen has no layer_configs\.$"):
+        jaxkv.CacheConfig.from_model(Linen(), max_seqs=2, max_seq_len=8)
+
+
 def test_a_linen_module_may_scan_over_its_layers():
     """An engine then makes a cache of stacked layers, with no word of the user's."""
     module, fields = Scanned(), dict(layer_configs=[jaxkv.LayerConfig(num_kv_heads=2, head_dim=WIDTH // 4)] * 2)

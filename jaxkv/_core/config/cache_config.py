@@ -294,7 +294,7 @@ class CacheConfig(MadeLike):
             if not hasattr(model, name):
                 raise ValueError(
                     "model must have layer_configs, a LayerConfig for each layer, and dtype, by which its cache is "
-                    f"made, but {show(model)} has no {name}."
+                    f"made, but this {type(model).__name__} has no {name}."
                 )
         max_seqs = integer("max_seqs", max_seqs, least=1)
         max_seq_len = integer("max_seq_len", max_seq_len, least=1)

@@ -11,7 +11,7 @@ from jaxkv._core.state.device_arrays import count_model_shards
 from jaxkv._engine.frontend.build import read_longest
 from jaxkv._engine.frontend.engine import Engine
 from jaxkv._engine.frontend.options import EngineOptions
-from jaxkv._engine.programs.model import Model
+from jaxkv._engine.programs.model import Model, check_form
 from jaxkv._engine.requests.submission import read_limits, read_prompt, read_prompts
 
 # Options that set the size of the cache, or need more blocks than rows take.
@@ -116,6 +116,7 @@ def generate(
     limits = read_limits(max_new_tokens, len(prompts))
     lengths = [len(read_prompt(p)) + limit for p, limit in zip(prompts, limits, strict=True)] or [1]
     n, progress = integer("n", n, least=1, most=2**16), flag("progress", progress)
+    check_form(model, needs_dtype=engine.get("cache_dtype") is None)
     devices = count_model_shards(model)
     max_seqs = max(1, min(8, n * len(prompts)))
     sizes = {"max_seqs": -(-max_seqs // devices) * devices, "longest": max(lengths)}

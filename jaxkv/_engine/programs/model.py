@@ -112,7 +112,7 @@ def check_form(model: Any, *, needs_dtype: bool = True) -> None:
         if not hasattr(model, member):
             raise ValueError(
                 "model must have layer_configs, a LayerConfig for each layer, and dtype, by which its cache is made, "
-                f"but this {name} has no {member}. {PAGE}"
+                f"but this {name} has no {member}{': wrap it in jaxkv.linen.model' * _is_linen(model)}. {PAGE}"
             )
     parameters = inspect.signature(model.__call__).parameters
     if "cache" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -128,6 +128,11 @@ def check_form(model: Any, *, needs_dtype: bool = True) -> None:
                 "class, as with jax.tree_util.register_dataclass, make it an nnx.Module, or wrap a Linen module in "
                 f"jaxkv.linen.model. {PAGE}"
             )
+
+
+def _is_linen(model: Any) -> bool:
+    """Tells whether it is a Linen module, without an import of Linen."""
+    return any(cls.__module__.startswith("flax.linen.") for cls in type(model).__mro__)
 
 
 def check_shapes(model: Any, config: CacheConfig, *, is_divided: bool = False) -> None:
