@@ -128,7 +128,7 @@ def test_a_step_but_to_its_newest_tokens(implementation):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"residual_length": 0}, "at least 1, not 0: None means"),
+        ({"residual_length": 0}, "an integer from 1 to 2147483647, not 0: None means"),
         ({"residual_length": True}, "must be an integer"),
         ({"residual_length": 2.0}, "must be an integer"),
         ({"residual_length": 4, "chunk": 8}, "combined with chunk: leave one out"),
