@@ -34,6 +34,7 @@ def serve(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--grace must be from 0 to {MOST_GRACE} seconds, not {arguments.grace}.")
     check_address(arguments.host, arguments.port)  # now, and not once all is compiled
     opened = open_model(arguments)
+    text = opened.chat  # raises, and not once all is compiled
     penalties = opened.penalties
     if penalties is None and not _goes_on_beyond(opened.model):
         penalties = {}
@@ -59,7 +60,7 @@ def serve(arguments: argparse.Namespace) -> int:
     names = arguments.served_model_name or [arguments.model.name or str(arguments.model)]
     app = make_app(
         engine,
-        opened.chat,
+        text,
         names,
         opened.eos,
         opened.sampling,

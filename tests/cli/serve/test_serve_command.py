@@ -31,7 +31,7 @@ def test_those_programs_are_compiled_before_it_listens(monkeypatch):
     monkeypatch.setattr(
         serve,
         "open_model",
-        lambda _: types.SimpleNamespace(model=types.SimpleNamespace(max_seq_len=64), penalties={}),
+        lambda _: types.SimpleNamespace(model=types.SimpleNamespace(max_seq_len=64), penalties={}, chat=None),
     )
     monkeypatch.setattr(jaxkv, "Engine", lambda *_, **__: engine)
     options = "seed max_seqs max_seq_len memory block_size max_waiting cache_dtype residual_length"
@@ -71,6 +71,13 @@ def test_what_the_command_says_of_answers_is_taken(monkeypatch, folder):
         with pytest.raises(Listens):
             main(["serve", "--model", str(folder), "--seed", "7", *sizes, *given])
         assert found["seed"] == 7 and list(found["app"][2]) == names and found["app"][-1] == most
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_anything_is_compiled(monkeypatch, tmp_path, capsys):
+    jaxkv.models.save(jaxkv.models.small(), tmp_path / "bytes")
+    monkeypatch.setattr(jaxkv, "Engine", None)
+    assert main(["serve", "--model", str(tmp_path / "bytes"), "--port", "0"]) == 1
+    assert "The model reads bytes and has no chat template" in capsys.readouterr().err
 
 
 def test_a_port_is_looked_at_before_anything_is_compiled(monkeypatch, capsys):
