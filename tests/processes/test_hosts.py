@@ -25,11 +25,11 @@ def results(text):
     return [json.loads(line) for line in said(text, "result")]
 
 
-def assert_all(found, requests):
+def assert_all(found, requests, has_hook=False):
     """Every request has ended, and has the tokens of its prompt alone, or the first of them if it was cancelled."""
     assert {number for number, _, _ in found} == set(range(requests))
     for number, why, tokens in found:
-        expected = host_worker.wanted(number)
+        expected = host_worker.wanted(number, has_hook)
         assert why == "length" or (why == "cancelled" and host_worker.leaves(number)), (number, why)
         assert tokens == expected[: len(tokens)] and (why == "cancelled" or len(tokens) == len(expected)), number
 
@@ -59,14 +59,15 @@ def test_a_thousand_steps(tmp_path, count):
         {"options": {"draft": "ngram", "draft_tokens": 3}},
         {"options": {"draft": "model"}},
         {"options": {"steps_per_dispatch": 4, "deterministic": False}},
+        {"options": {"has_hook": True, "steps_per_dispatch": 2, "num_blocks": 9}},
     ],
-    ids=["contexts", "rows", "swaps", "guesses", "drafts", "dispatches"],
+    ids=["contexts", "rows", "swaps", "guesses", "drafts", "dispatches", "hooks"],
 )
 def test_ways_to_serve(tmp_path, told):
     """Two processes of two devices each."""
     texts = ended(run(tmp_path, 2, devices=2, requests=40, **told), 1800)
     assert [said(text, "ended") for text in texts] == [[""]] * 2, texts
-    assert_all(results(texts[0]), 40)
+    assert_all(results(texts[0]), 40, "has_hook" in told["options"])
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
 import jaxkv.distributed
+import jaxkv.hooks
 from jaxkv._core.state.multihost import put_replicated
 from jaxkv._engine.programs.step_rows import StepVariant
 
@@ -40,13 +41,26 @@ def leaves(number):
     return number % 7 == 3
 
 
-def wanted(number):
+def is_forced(number):
+    """Tells whether a request of an engine with a hook asks for one token alone."""
+    return number % 3 == 1
+
+
+def wanted(number, has_hook=False):
     """The tokens of a request."""
-    return continuation(WINDOWS, *ask(number), None)
+    prompt, count = ask(number)
+    return [number % 97] * count if has_hook and is_forced(number) else continuation(WINDOWS, prompt, count, None)
 
 
-def make_engine(mesh, *, draft=None, **options):
+def args_of(number):
+    """What a request of an engine with a hook gives it, if anything."""
+    return jaxkv.hooks.penalties(logit_bias={number % 97: 100}) if is_forced(number) else None
+
+
+def make_engine(mesh, *, draft=None, has_hook=False, **options):
     """An engine whose model has a head for each of four devices; of one that takes drafts, each device has all."""
+    if has_hook:
+        options |= {"logits_hook": jaxkv.hooks.penalize, "hook_args": jaxkv.hooks.penalties()}
 
     def place(model):
         return Placed(put_replicated(np.zeros((), np.float32), NamedSharding(mesh, PartitionSpec())), model)
@@ -58,7 +72,7 @@ def make_engine(mesh, *, draft=None, **options):
     return jaxkv.Engine(model, **sizes | options)
 
 
-def lead(engine, path, requests, saved_every):
+def lead(engine, path, requests, saved_every, has_hook):
     """Submits requests until there were so many, and works until all have ended; saves between steps."""
     running = {}
     if path.exists():
@@ -69,7 +83,7 @@ def lead(engine, path, requests, saved_every):
         draw = np.random.default_rng([number, steps])
         while number < requests and len(running) < 8 and draw.random() < 0.5:
             prompt, count = ask(number)
-            running[number] = engine.submit(prompt, count)
+            running[number] = engine.submit(prompt, count, hook_args=args_of(number) if has_hook else None)
             assert running[number].number == number
             number += 1
         for left in [n for n, request in running.items() if leaves(n) and len(request.tokens) > 1]:
@@ -113,7 +127,7 @@ if __name__ == "__main__":
     if told.get("moves"):
         say("moves", list_moves(engine))
     if process == 0:
-        lead(engine, folder / "engine", told["requests"], told.get("saved_every", 0))
+        lead(engine, folder / "engine", told["requests"], told.get("saved_every", 0), "has_hook" in told["options"])
     else:
         engine.follow()
         say("ended")
