@@ -76,7 +76,7 @@ def test_what_the_command_says_of_answers_is_taken(monkeypatch, folder):
 def test_a_model_without_a_tokenizer_is_refused_before_anything_is_compiled(monkeypatch, tmp_path, capsys):
     jaxkv.models.save(jaxkv.models.small(), tmp_path / "bytes")
     monkeypatch.setattr(jaxkv, "Engine", None)
-    assert main(["serve", "--model", str(tmp_path / "bytes"), "--port", "0"]) == 1
+    assert main(["serve", "--model", str(tmp_path / "bytes"), "--port", "0"]) == 2
     assert "The model reads bytes and has no chat template" in capsys.readouterr().err
 
 
