@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
+from jaxkv._core.config.validation import real
 from jaxkv._core.state.state import Pool
 from jaxkv._tiers.host_blocks import HostBlocks
 
@@ -56,6 +57,7 @@ def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs
     Traceback (most recent call last):
     AssertionError: Only 0 of the 410624 bytes of the cache's pools are updated in place: ...
     """
+    temp_fraction = real("temp_fraction", temp_fraction, least=0)
     pools = _pools((args, kwargs))
     if not pools:
         raise ValueError("None of the arguments holds a jaxkv.Cache, so there is no pool that could be copied.")

@@ -10,6 +10,7 @@ from jaxkv._core.attention.plan import Step, positions
 from jaxkv._core.attention.query_capture import capture_rotation
 from jaxkv._core.state.state import Layer
 from pallas_kernels.api.arguments import check_numbers
+from pallas_kernels.common.batch import as_float
 
 
 def attend_or_dense(
@@ -96,6 +97,7 @@ def dense_attention(
       ValueError: invalid options.
     """
     check_numbers(scale, soft_cap, window, chunk)
+    scale, soft_cap = as_float(scale), as_float(soft_cap)
     *leading, num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[-2]
     scale = head_dim**-0.5 if scale is None else scale

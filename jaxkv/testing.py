@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._copies import assert_no_copy as assert_no_copy
-from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.config.validation import integer
 from jaxkv._core.state.columns import blocks_of
 from jaxkv._core.state.head_rows import list_blocks
 from jaxkv._core.state.state_slots import NULL_SLOT
@@ -44,6 +45,7 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
     >>> bool(jnp.isnan(poison(cache).pools[0].kv[1:]).all())
     True
     """
+    check_cache(cache)
     return _poison(cache, value)
 
 
@@ -94,6 +96,8 @@ def permute_blocks(cache: Cache, seed: int = 0) -> Cache:
     >>> permute_blocks(cache).tables[0].free_list.tolist()
     [3, 1, 2, 4]
     """
+    check_cache(cache)
+    seed = integer("seed", seed, least=0)
     if cache.config.contiguous:
         raise ValueError('layout="contiguous" has no blocks to permute: row s holds block s + 1.')
     rng = np.random.default_rng(seed)

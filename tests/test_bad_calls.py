@@ -17,6 +17,7 @@ from checksum_model import Checksum
 import jaxkv
 import jaxkv.convert
 import jaxkv.scores
+import jaxkv.testing
 from jaxkv._core.config.fields import EngineFields
 from jaxkv._engine.frontend import build
 
@@ -48,6 +49,8 @@ NO_WORDS = [
     np.ones((2, 3)),
     jnp.ones(2),
 ]
+NO_SCALES = [*NO_NUMBERS, 0, -1, 10**400, float("inf"), np.array(-1.0)]
+NO_BUDGETS = [*NO_NUMBERS, 1.5, -1, 10**30, [1, -1], [1.5, 1], [1, 1, 1], [[1, 1]]]
 NO_FLAGS = ["yes", "", 1, 0, 1.5, None, [], {}, object(), np.ones(2), np.array(True)]
 NO_LAYERS = [None, "0", 1, -1, 1.5, [], {}, object(), True, 10**30, 10**5000, np.ones((2, 3))]
 
@@ -69,6 +72,11 @@ def load(cache, **arguments):
     with tempfile.TemporaryDirectory() as folder:
         jaxkv.save(f"{folder}/a", cache)
         jaxkv.load(f"{folder}/a", **arguments)
+
+
+def score(cache, name, **arguments):
+    given = {"expected_attention": {"rotate": lambda x, _: x}, "quest": {"num_blocks": 2}}.get(name, {})
+    return getattr(jaxkv.scores, name)(cache, layer=0, **{"q": ONES, **given} | arguments)
 
 
 def choose(**arguments):
@@ -94,6 +102,21 @@ CALLS = {
     "plan_step top_k": (lambda c, p, x: jaxkv.plan_step(c, (2, 3), top_k=x), without(NO_SIZES, None)),
     "index_k": (lambda c, p, x: jaxkv.write_index(indexed(), x, layer=0), NO_ARRAYS),
     "tokens": (lambda c, p, x: jaxkv.attend(ONES, c, layer=0, tokens=x), without(NO_ARRAYS, None)),
+    **{
+        f"{name} scale": (lambda c, p, x, name=name: score(c, name, scale=x), without(NO_SCALES, None))
+        for name in ("snapkv", "tova", "observed_attention", "quest")
+    },
+    **{
+        f"{name} q": (lambda c, p, x, name=name: score(c, name, q=x), NO_ARRAYS)
+        for name in ("snapkv", "tova", "observed_attention", "expected_attention", "quest")
+    },
+    "rotate": (lambda c, p, x: score(c, "expected_attention", rotate=x), without(NO_WORDS, object())),
+    "ada budget": (lambda c, p, x: jaxkv.scores.ada(np.ones((2, 2, 64), np.float32), x), NO_BUDGETS),
+    "ada score": (lambda c, p, x: jaxkv.scores.ada(x, 3), NO_ARRAYS),
+    "Eviction.budget": (lambda c, p, x: jaxkv.Eviction("knorm", budget=x), [*NO_WORDS, None]),
+    "Eviction.by": (lambda c, p, x: jaxkv.Eviction("knorm", by=x), NO_WORDS),
+    "permute seed": (lambda c, p, x: jaxkv.testing.permute_blocks(c, x), [*NO_NUMBERS, -1, 1.5]),
+    "temp_fraction": (lambda c, p, x: jaxkv.testing.assert_no_copy(None, c, temp_fraction=x), [*NO_NUMBERS, -1]),
     "indexer top_k": (lambda c, p, x: choose(top_k=x), NO_SIZES),
     "indexer q": (lambda c, p, x: choose(q=x), NO_ARRAYS),
     "indexer weights": (lambda c, p, x: choose(weights=x), NO_ARRAYS),
@@ -204,6 +227,8 @@ OF_A_CACHE = {
     "append": lambda x: jaxkv.append(x, [ONES], [ONES], [1, 1]),
     "block_bounds": lambda x: jaxkv.block_bounds(x, layer=0),
     "check": jaxkv.check,
+    "permute_blocks": jaxkv.testing.permute_blocks,
+    "poison": jaxkv.testing.poison,
     "check_invariants": jaxkv.check_invariants,
     "evict": lambda x: jaxkv.evict(x, layer=0),
     "extend": lambda x: jaxkv.extend(x, [1, 1]),

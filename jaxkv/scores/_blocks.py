@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._core.attention.attention_options import read_scale
 from jaxkv._core.attention.block_selection import (
     BlockBounds,
     block_bounds,
@@ -19,7 +20,7 @@ from jaxkv._core.attention.block_selection import (
     take_entries,
 )
 from jaxkv._core.cache.cache import Cache
-from jaxkv._core.config.validation import integer, real
+from jaxkv._core.config.validation import integer
 from jaxkv._core.state.sharding import find_pool_mesh
 from jaxkv._core.state.state import Layer
 from pallas_kernels.common.ragged_layout import locate
@@ -94,7 +95,7 @@ def quest(
             f"q has {shape[-2]} heads of {shape[-1]}, but the layer {num_kv_heads} of {head_dim}: their number must be "
             "a multiple of the layer's, and their size the same."
         )
-    scale = head_dim**-0.5 if scale is None else real("scale", scale)
+    scale = read_scale(scale, head_dim)
     with jax.named_scope("quest"):
         token = jax.tree.map(jnp.ravel, locate(shape[:-2], tables.lengths, tables.new, tables.offsets))
         queries = q.reshape(-1, num_kv_heads, shape[-2] // num_kv_heads, head_dim).astype(jnp.float32)

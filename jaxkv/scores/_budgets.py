@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._core.attention.attention_options import to_array
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import integer, read_scalar, real, show
-from jaxkv._core.state.arguments import cast_int32, read_numbers
+from jaxkv._core.state.arguments import is_known, read_numbers, row_counts
 
 
 def uniform(cache: Cache, keep: float, *, layer: int = 0) -> jax.Array:
@@ -97,11 +98,14 @@ def ada(score: jax.Array, budget: Any, *, safeguard: float = 0.2) -> jax.Array:
     ([[3, 1]], [[4, 0]])
     """
     safeguard = real("safeguard", safeguard, least=0, most=1)
-    score = jnp.asarray(read_numbers("score", score))
-    if np.ndim(score) != 3:
+    score = to_array("score", score)
+    if score.ndim != 3:
         raise ValueError(f"ada needs scores [S, K, C], of each head by itself, not of the shape {np.shape(score)}.")
     rows, heads, places = score.shape
-    budget = jnp.broadcast_to(cast_int32(read_numbers("budget", budget)), (rows,))
+    budget = read_numbers("budget", budget)
+    if not budget.shape:
+        budget = (np if is_known(budget) else jnp).broadcast_to(budget, (rows,))
+    budget = row_counts("budget", budget, rows)
     certain = (budget.astype(jnp.float32) * safeguard + 1e-4).astype(jnp.int32)
     certain = jnp.maximum(certain, jnp.minimum(budget, 1)) if safeguard else certain
     rank = jnp.argsort(jnp.argsort(-score, axis=2, stable=True), axis=2)

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv._core.attention.attention_options import read_scale, to_array
 from jaxkv._core.cache.cache import Cache, check_cache
-from jaxkv._core.config.validation import flag, integer, real
+from jaxkv._core.config.validation import flag, integer, real, show
 from jaxkv._core.state.arguments import row_counts
 
 TINY = 1e-12  # lower bound of a norm in a denominator
@@ -153,7 +154,7 @@ def observed_attention(
     >>> jaxkv.scores.observed_attention(cache, layer=0, q=jnp.ones((2, 20, 4, 8))).shape
     (2, 2, 64)
     """
-    weights, asked, is_held = _attention(cache, layer, q, num_tokens, scale, last=q.shape[1])
+    weights, asked, is_held = _attention(cache, layer, q, num_tokens, scale)
     lengths = jnp.sum(is_held, axis=2, dtype=jnp.int32)[..., None]
     place = jax.lax.broadcasted_iota(jnp.int32, is_held.shape, 2)
     could = jnp.minimum(asked[:, None, None], lengths - place)
@@ -196,6 +197,8 @@ def expected_attention(
     """
     ahead, n_sink = integer("n_future_positions", n_future_positions, least=1), integer("n_sink", n_sink, least=0)
     epsilon = real("epsilon", epsilon, least=0)
+    if not callable(rotate):
+        raise ValueError(f"rotate must be a function of heads and their positions, not {show(rotate)}.")
     keys, values, is_held = _tokens(cache, layer)
     rows, heads, _, size = keys.shape
     q, asked = _queries(cache, layer, q, num_tokens)
@@ -282,7 +285,7 @@ def _softmax(logits: jax.Array, seen: jax.Array) -> jax.Array:
 def _queries(cache: Cache, layer: int, q: jax.Array, num_tokens: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the queries, and their number in each row, `i32[S]`. Raises ValueError."""
     found = cache.layer_config(layer)
-    rows, heads = cache.config.max_seqs, found.num_kv_heads
+    rows, heads, q = cache.config.max_seqs, found.num_kv_heads, to_array("q", q)
     if q.ndim != 4 or (q.shape[0], q.shape[3]) != (rows, found.head_dim) or q.shape[2] % heads:
         raise ValueError(
             f"q must be [{rows}, T, H, {found.head_dim}], the queries of each row's last tokens, with H a multiple of "
@@ -293,18 +296,18 @@ def _queries(cache: Cache, layer: int, q: jax.Array, num_tokens: Any) -> tuple[j
 
 
 def _attention(
-    cache: Cache, layer: int, q: jax.Array, num_tokens: Any, scale: float | None, last: int
+    cache: Cache, layer: int, q: jax.Array, num_tokens: Any, scale: float | None, last: int | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the attention of each row's last queries, `f32[S, K, G, n, C]`, 0 for missing queries; the number of
-    queries of each row; and where the row holds tokens."""
+    """Returns the attention of each row's `last` queries, or of all, `f32[S, K, G, n, C]`, 0 for missing queries; the
+    number of queries of each row; and where the row holds tokens."""
     keys, _, is_held = _tokens(cache, layer)
     q, asked = _queries(cache, layer, q, num_tokens)
     rows, heads, _, size = keys.shape
-    last = min(last, q.shape[1])
+    last = q.shape[1] if last is None else min(last, q.shape[1])
     number = (asked - last)[:, None] + jnp.arange(last, dtype=jnp.int32)[None]  # of each row's last queries
     q = jnp.take_along_axis(q.astype(jnp.float32), jnp.maximum(number, 0)[:, :, None, None], axis=1)
     q = q.reshape(rows, last, heads, -1, size)
-    logits = jnp.einsum("stkgd,skcd->skgtc", q, keys) * (size**-0.5 if scale is None else scale)
+    logits = jnp.einsum("stkgd,skcd->skgtc", q, keys) * read_scale(scale, size)
     place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 4)
     own = (jnp.sum(is_held, axis=2, dtype=jnp.int32) - asked[:, None])[:, :, None] + number[:, None]  # [S, K, n]
     seen = is_held[:, :, None, None] & (place <= own[:, :, None, :, None]) & (number >= 0)[:, None, None, :, None]

@@ -226,7 +226,7 @@ def _check_kinds(call: Call) -> None:
             _check_array(name, x)
 
 
-def check_numbers(scale, soft_cap, window, chunk) -> None:
+def check_numbers(scale=None, soft_cap=None, window=None, chunk=None) -> None:
     """Raise for numbers that no logit can be made of, or no window or chunk."""
     for name, x in {"scale": scale, "soft_cap": soft_cap}.items():
         if isinstance(x, np.ndarray) and not x.shape:

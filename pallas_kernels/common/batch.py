@@ -161,13 +161,13 @@ def bundle_call(*, kv: Any = None, tables: Any = None, lengths: Any = None, new:
 
     stored = StoredKV.bundle(kv, given.pop("kv_scale", None), given.pop("kind", None), given.pop("rank", None))
     batch = PagedBatch(tables, lengths, new, given.pop("offsets", None), given.pop("stripe", None))
-    given |= {name: _as_float(given[name]) for name in ("scale", "soft_cap") if name in given}
+    given |= {name: as_float(given[name]) for name in ("scale", "soft_cap") if name in given}
     mask = MaskSpec(**take(*(field.name for field in dataclasses.fields(MaskSpec))))
     options = SoftmaxOptions(**take(*(field.name for field in dataclasses.fields(SoftmaxOptions))))
     return Call(stored, batch, mask, options, **given)
 
 
-def _as_float(x: Any) -> Any:
+def as_float(x: Any) -> Any:
     """Returns an integer of Python or NumPy as a float, since JAX has integers of 32 bits; anything else as it is."""
     is_integer = isinstance(x, int | np.integer) and not isinstance(x, bool)
     if isinstance(x, np.ndarray) and x.dtype.kind in "iu":

@@ -10,8 +10,10 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import MOST_TOKENS, flag, integer, show
 from jaxkv._core.state.arguments import cast_int32, is_known, read_numbers
 from jaxkv._core.state.state import BlockTables, Layer
+from pallas_kernels.api.arguments import check_numbers
 from pallas_kernels.api.dispatch import check_names
 from pallas_kernels.common import tree_attention as trees
+from pallas_kernels.common.batch import as_float
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -78,6 +80,12 @@ def to_array(name: str, x: Any) -> jax.Array:
     if x.dtype.kind not in "fiub" and x.dtype != jnp.bfloat16:
         raise ValueError(f"{name} must be an array of {'flags' if name == 'mask' else 'numbers'}, not {show(x)}.")
     return jnp.asarray(x)
+
+
+def read_scale(scale: Any, head_dim: int) -> Any:
+    """Returns the factor of logits, by default `head_dim ** -0.5`. Raises ValueError."""
+    check_numbers(scale)
+    return head_dim**-0.5 if scale is None else as_float(scale)
 
 
 def _check_evicting(layer: Layer, options: dict[str, Any]) -> None:

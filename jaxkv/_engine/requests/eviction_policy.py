@@ -84,12 +84,12 @@ class Eviction:
             put("keep", real("Eviction.keep, a share,", self.keep, above=0, most=1))
         else:
             put("keep", integer("Eviction.keep, a number of tokens or a share below 1.0,", self.keep, least=1))
-        if self.budget not in ("uniform", "pyramid", "ada"):
+        if not isinstance(self.budget, str) or self.budget not in ("uniform", "pyramid", "ada"):
             raise ValueError(f"Eviction.budget must be 'uniform', 'pyramid' or 'ada', not {show(self.budget)}.")
         for field in ("every", "queries"):
             if getattr(self, field) is not None:
                 put(field, integer(f"Eviction.{field}", getattr(self, field), least=1))
-        if self.by not in (None, "layer", "head"):
+        if not isinstance(self.by, str | None) or self.by not in (None, "layer", "head"):
             raise ValueError(f"Eviction.by must be 'layer', 'head' or None, not {show(self.by)}.")
         if self.budget == "ada" and (self.by == "layer" or self._function in ALIKE):
             what = (
