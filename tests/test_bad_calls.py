@@ -51,6 +51,8 @@ NO_WORDS = [
 ]
 NO_SCALES = [*NO_NUMBERS, 0, -1, 10**400, float("inf"), np.array(-1.0)]
 NO_BUDGETS = [*NO_NUMBERS, 1.5, -1, 10**30, [1, -1], [1.5, 1], [1, 1, 1], [[1, 1]]]
+NO_ARRAYS_AT_ALL = [None, 1, "a", b"1", {}, object(), [10**30, 1], [None], ["a"], np.array("a"), True, [1]]
+NO_LENGTHS = ["a", {}, object(), None, 1.5, True, -1, 4, 2**40, np.int64(2**40), [2**40, 1], [1], [1.5, 1], [-1, 1]]
 NO_FLAGS = ["yes", "", 1, 0, 1.5, None, [], {}, object(), np.ones(2), np.array(True)]
 NO_LAYERS = [None, "0", 1, -1, 1.5, [], {}, object(), True, 10**30, 10**5000, np.ones((2, 3))]
 
@@ -72,6 +74,12 @@ def load(cache, **arguments):
     with tempfile.TemporaryDirectory() as folder:
         jaxkv.save(f"{folder}/a", cache)
         jaxkv.load(f"{folder}/a", **arguments)
+
+
+def from_blocks(**arguments):
+    blocks = np.ones((3, 2, 4, 8), np.float32)
+    given = {"k": [blocks], "v": [blocks], "tables": [[2, 0], [1, 0]], "lengths": [6, 3]}
+    return jaxkv.convert.from_blocks(**given | arguments)
 
 
 def score(cache, name, **arguments):
@@ -210,6 +218,20 @@ CALLS = {
         [[4], [-1], [10**6], [1.5], ["a"], None, 1],
     ),
     "last counts": (lambda c, p, x: jaxkv.last([[1, 2, 3]], x), [[4], [-1], [10**6], [1.5], ["a"], None, 1]),
+    "left_align x": (lambda c, p, x: jaxkv.left_align(x, [1, 1]), NO_ARRAYS_AT_ALL),
+    "last x": (lambda c, p, x: jaxkv.last(x, [1, 1]), NO_ARRAYS_AT_ALL),
+    "merge outs": (lambda c, p, x: jaxkv.merge_attention(x, ONES[..., 0]), [*NO_ARRAYS_AT_ALL, ONES.astype(int)]),
+    "merge lses": (lambda c, p, x: jaxkv.merge_attention(ONES, x), [*NO_ARRAYS_AT_ALL, ONES[..., 0].astype(int)]),
+    "from_dense k": (lambda c, p, x: jaxkv.convert.from_dense(x, [ONES], [1, 1]), [*NO_LISTS, [1], ["a"], [ONES] * 2]),
+    "from_dense v": (lambda c, p, x: jaxkv.convert.from_dense([ONES], x, [1, 1]), [*NO_LISTS, [1], ["a"], [ONES] * 2]),
+    "from_dense lengths": (lambda c, p, x: jaxkv.convert.from_dense([ONES], [ONES], x), NO_LENGTHS),
+    "from_blocks k": (lambda c, p, x: from_blocks(k=x), [*NO_LISTS, [1], ["a"], [ONES] * 2]),
+    "from_blocks v": (lambda c, p, x: from_blocks(v=x), [*NO_LISTS, [1], ["a"], [ONES] * 2]),
+    "from_blocks max_seq_len": (lambda c, p, x: from_blocks(max_seq_len=x), without(NO_SIZES, None)),
+    "from_blocks layers": (lambda c, p, x: from_blocks(layers=x), [*without(NO_LISTS, None), [1], ["a"], [LAYER] * 2]),
+    "from_blocks layout": (lambda c, p, x: from_blocks(layout=x), NO_WORDS),
+    "past_key_values": (lambda c, p, x: jaxkv.convert.from_hugging_face(x), [*NO_LISTS, [], [1], ["a"], [[ONES]]]),
+    "padding": (lambda c, p, x: jaxkv.convert.from_hugging_face([(ONES, ONES)], padding=x), NO_WORDS),
     "match": (lambda c, p, x: p.adopt(c, 1, x), [None, 1, "a", [], {}, object()]),
     "save rows": (lambda c, p, x: jaxkv.save("/nonexistent/a", c, rows=x), without(NO_ROWS, None)),
     "model": (lambda c, p, x: jaxkv.save("/nonexistent/a", c, model=x), [1, 1.5, b"a", [], {}, object(), True]),

@@ -14,12 +14,12 @@ from jaxkv._core.cache.key_bounds import add_bounds
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.kv_packing import stack_kv
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.config.validation import show
+from jaxkv._core.config.validation import integer, read_list, show
 from jaxkv._core.state.arguments import require_host
 from jaxkv._core.state.columns import columns_for
 from jaxkv._core.state.head_rows import refuse_gaps, refuse_index
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
-from jaxkv.convert.dense import check_latent, check_widths, infer_layer
+from jaxkv.convert.dense import check_latent, check_widths, infer_layer, read_layers
 
 
 def from_blocks(
@@ -57,8 +57,7 @@ def from_blocks(
     order = {"head_major": (0, 1, 2, 3), "token_major": (0, 2, 1, 3)}.get(layout if isinstance(layout, str) else "")
     if order is None:
         raise ValueError(f"layout must be 'head_major' or 'token_major', not {show(layout)}.")
-    if len(k) != len(v) or not len(k):
-        raise ValueError(f"k and v must have one array per layer each, but have {len(k)} and {len(v)}.")
+    k, v = read_layers(k, v)
     for layer, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
         if np.ndim(one_k) != 4 or (one_v is not None and np.shape(one_k)[:-1] != np.shape(one_v)[:-1]):
             raise ValueError(
@@ -78,6 +77,10 @@ def from_blocks(
 
     if layers is None:
         layers = tuple(infer_layer(x, y, heads=x.shape[1], dtype=x.dtype) for x, y in zip(k, v, strict=True))
+    layers = read_list("layers", layers)
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, LayerConfig):
+            raise ValueError(f"layers[{i}] must be a LayerConfig, not {show(layer)}.")
     named = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
     given = [(x.shape[1], x.shape[3]) for x in k]
     if any(layer.shares_with is not None for layer in layers):
@@ -139,7 +142,7 @@ def _check_tables(
     if not (np.issubdtype(tables.dtype, np.integer) and np.issubdtype(lengths.dtype, np.integer)):
         raise ValueError(f"tables and lengths must be integers, not {tables.dtype} and {lengths.dtype}.")
     places = tables.shape[1] * block_size
-    max_seq_len = places if max_seq_len is None else max_seq_len
+    max_seq_len = places if max_seq_len is None else integer("max_seq_len", max_seq_len, least=1)
     if max_seq_len > places:
         raise ValueError(
             f"max_seq_len={max_seq_len} is beyond the table: {tables.shape[1]} blocks of {block_size} hold {places} "

@@ -14,6 +14,7 @@ from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.kv_packing import stack_kv
 from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.config.validation import read_list
 from jaxkv._core.state.arguments import require_host, row_indices
 from jaxkv._core.state.head_rows import refuse_gaps, refuse_index
 from jaxkv._core.state.state import Pool
@@ -40,8 +41,7 @@ def from_dense(
     >>> jaxkv.convert.from_dense(kv, kv, [40, 3], num_blocks=9)
     Cache(4 of 9 blocks used, 43 tokens in 2 of 2 rows, 1 layer, 20.0 KiB)
     """
-    if len(k) != len(v) or not len(k):
-        raise ValueError(f"k and v must have one array per layer each, but have {len(k)} and {len(v)}.")
+    k, v = read_layers(k, v)
     k, v = [as_array(x) for x in k], [None if x is None else as_array(x) for x in v]
     for i, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
         if one_k.ndim != 4:
@@ -97,6 +97,14 @@ def from_dense(
         read,
         in_place=True,
     )
+
+
+def read_layers(k: Any, v: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the arrays of each layer. Raises ValueError unless there are as many of keys as of values."""
+    k, v = read_list("k", k), read_list("v", v)
+    if len(k) != len(v) or not k:
+        raise ValueError(f"k and v must have one array per layer each, but have {len(k)} and {len(v)}.")
+    return k, v
 
 
 def check_latent(layers: Sequence[LayerConfig], v: Sequence[Any]) -> None:
@@ -163,10 +171,10 @@ def row_lengths(lengths: Any, rows: int, most: int) -> np.ndarray:
         raise ValueError(
             f"lengths must be one integer for each of the {rows} rows, not {lengths.dtype}{list(lengths.shape)}."
         )
-    lengths = np.broadcast_to(lengths, (rows,)).astype(np.int32)
+    lengths = np.broadcast_to(lengths, (rows,))
     if ((lengths < 0) | (lengths > most)).any():
         raise ValueError(f"lengths must be from 0 to {most}, but are {lengths.tolist()}.")
-    return lengths
+    return lengths.astype(np.int32)
 
 
 def row_numbers(cache: Cache, rows: Sequence[int] | None) -> np.ndarray:

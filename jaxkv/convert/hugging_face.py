@@ -10,7 +10,7 @@ import numpy as np
 from jaxkv._core.blocks.restore import model_layers
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
-from jaxkv._core.config.validation import show
+from jaxkv._core.config.validation import read_list, show
 from jaxkv._core.state.head_rows import refuse_gaps
 from jaxkv.convert.dense import as_array, from_dense, refuse_latent, row_lengths, row_numbers
 
@@ -35,7 +35,7 @@ def from_hugging_face(past_key_values: Any, lengths: Any = None, *, padding: Pad
     [7, 5]
     """
     _check_padding(padding)
-    pairs = [(as_array(layer[0]), as_array(layer[1])) for layer in past_key_values]
+    pairs = [_read_pair(i, layer) for i, layer in enumerate(read_list("past_key_values", past_key_values))]
     for i, (key, value) in enumerate(pairs):
         if key.ndim != 4 or key.shape != value.shape:
             raise ValueError(
@@ -91,6 +91,15 @@ def to_hugging_face(
         k, v = cache.read(layer, np.broadcast_to(chosen[:, None], position.shape), position)
         layers.append((k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)))
     return tuple(layers), mask
+
+
+def _read_pair(i: int, layer: Any) -> tuple[Any, Any]:
+    try:
+        return as_array(layer[0]), as_array(layer[1])
+    except (TypeError, IndexError, KeyError):
+        raise ValueError(
+            f"past_key_values must have (key, value) for each layer, but layer {i} has {show(layer)}."
+        ) from None
 
 
 def _check_padding(padding: str) -> None:

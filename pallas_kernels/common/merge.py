@@ -1,5 +1,7 @@
 """Attention over parts of a context, put together."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -25,7 +27,7 @@ def merge_attention(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Ar
     >>> f"{out[0, 0]:.1f}", f"{jnp.exp(lse[0]):.1f}"
     ('3.0', '3.0')
     """
-    outs, lses = jnp.asarray(outs), jnp.asarray(lses)
+    outs, lses = _read("outs", outs), _read("lses", lses)
     if outs.ndim < 2 or lses.shape != outs.shape[:-1]:
         raise ValueError(
             f"outs must be [P, ..., H, D] and lses [P, ..., H], but their shapes are {outs.shape} and {lses.shape}."
@@ -50,3 +52,14 @@ def merge_attention(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Ar
     out /= total[..., None]
     lse = jnp.where(nothing, -jnp.inf, top + jnp.log(total))
     return out.astype(outs.dtype), jnp.where(is_boundless, jnp.inf, lse)
+
+
+def _read(name: str, parts: Any) -> jax.Array:
+    """Returns an array of floating point numbers, or a list of them as one. Raises ValueError."""
+    try:
+        parts = jnp.asarray(parts)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must be an array of the parts' numbers, not a {type(parts).__name__}.") from None
+    if not jnp.issubdtype(parts.dtype, jnp.floating):
+        raise ValueError(f"{name} must be floating point, not {parts.dtype}.")
+    return parts

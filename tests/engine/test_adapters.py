@@ -125,7 +125,7 @@ def test_beams_have_the_adapter_of_their_prompt():
     jaxkv.check(cache)
     assert found.tokens[:, 0].tolist() == [continuation(PROMPT, 6, adapter) for adapter in (2, 1)]
     logits = jnp.zeros((4, VOCAB))
-    with pytest.raises(ValueError, match=r"adapters must be i32\[4\], one of each row of the cache, not \(3,\)"):
+    with pytest.raises(ValueError, match=r"adapters must have one integer for each of the 4 rows, .* \(3,\)"):
         jaxkv.beam_search(model, cache, logits, beams=2, max_new_tokens=6, adapters=adapters[:3])
     with pytest.raises(ValueError, match="adapters= are for a model whose call has an argument adapters, and Several"):
         jaxkv.beam_search(Several(WINDOWS), cache, logits, beams=2, max_new_tokens=6, adapters=adapters)

@@ -122,8 +122,18 @@ def test_what_does_not_fit_is_refused():
     cache = jaxkv.init(jaxkv.CacheConfig(layers=Tiny().layer_configs, max_seqs=4, max_seq_len=8, num_blocks=4))
     with pytest.raises(ValueError, match="The cache must have 3 rows for each prompt, but it has 4"):
         jaxkv.beam_search(Tiny(), cache, jnp.zeros((4, 5)), beams=3, max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"logits must be f32\[4, V\], .* not \(2, 5\)."):
+    with pytest.raises(ValueError, match=r"logits must be f32\[4, V\], .* not float32\[2, 5\]."):
         jaxkv.beam_search(Tiny(), cache, jnp.zeros((2, 5)), beams=2, max_new_tokens=2)
+    for said, wrong in (
+        ("model must be an object to call", {"model": None}),
+        (r"cache must be a Cache, as jaxkv\.init makes one", {"cache": None}),
+        ("logits must be an array of numbers, not None", {"logits": None}),
+        (r"logits must be f32\[4, V\], .* not int32\[4, 5\]", {"logits": jnp.zeros((4, 5), jnp.int32)}),
+        (rf"logits must be f32\[4, {VOCAB}\], as the model makes them, not of 3", {"logits": jnp.zeros((4, 3))}),
+    ):
+        given = {"model": Tiny(), "cache": cache, "logits": jnp.zeros((4, VOCAB))}
+        with pytest.raises(ValueError, match=said):
+            jaxkv.beam_search(**given | wrong, beams=2, max_new_tokens=2)
     with pytest.raises(ValueError, match="beams must be"):
         jaxkv.beam_search(Tiny(), cache, jnp.zeros((4, 5)), beams=0, max_new_tokens=2)
 

@@ -74,12 +74,12 @@ def read_options(layer: Layer, options: dict[str, Any]) -> dict[str, Any]:
 
 def to_array(name: str, x: Any) -> jax.Array:
     """Returns an array or list of numbers or flags as a device array. Raises ValueError for anything else."""
-    x = read_numbers(name, x)
-    if not is_known(x):
-        return x
-    if x.dtype.kind not in "fiub" and x.dtype != jnp.bfloat16:
+    found = read_numbers(name, x)
+    if not is_known(found):
+        return found
+    if found.dtype.kind not in "fiub" and found.dtype != jnp.bfloat16:
         raise ValueError(f"{name} must be an array of {'flags' if name == 'mask' else 'numbers'}, not {show(x)}.")
-    return jnp.asarray(x)
+    return jnp.asarray(found)
 
 
 def read_scale(scale: Any, head_dim: int) -> Any:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._core.attention.attention_options import to_array
 from jaxkv._core.config.validation import integer, show
 from jaxkv._core.state.arguments import cast_int32, is_known, read_numbers
 
@@ -129,7 +130,7 @@ def _roll(x: Any, counts: Any, direction: Any) -> jax.Array:
 
 def _rows(x: Any, counts: Any, packed: str = "") -> tuple[jax.Array, jax.Array]:
     """Returns both as arrays, checked. Raises ValueError, with `packed`: what does the same for packed tokens."""
-    x, given = jnp.asarray(read_numbers("x", x)), read_numbers("counts", counts)
+    x, given = to_array("x", x), read_numbers("counts", counts)
     counts = _integers("counts", given)
     if x.ndim < 2 or counts.shape != x.shape[:1]:
         raise ValueError(

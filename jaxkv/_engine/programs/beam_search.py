@@ -7,10 +7,13 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
+from jaxkv._core.attention.attention_options import to_array
 from jaxkv._core.blocks.sharing import reorder
 from jaxkv._core.blocks.tables import extend
-from jaxkv._core.cache.cache import Cache
-from jaxkv._core.config.validation import integer
+from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.config.validation import integer, show
+from jaxkv._core.state.arguments import row_counts
+from jaxkv._core.state.state_repr import describe_array
 from jaxkv._engine.programs.model import ADAPTERS_ARGUMENT, Model, takes
 from jaxkv._engine.programs.step import logits_at
 from jaxkv._engine.requests.submission import read_eos
@@ -77,11 +80,16 @@ def beam_search(
     """
     beams = integer("beams", beams, least=1)
     count = integer("max_new_tokens", max_new_tokens, least=1)
-    rows = cache.lengths.shape[0]
+    check_cache(cache)
+    if not callable(model):
+        raise ValueError(f"model must be an object to call, model(tokens, cache=cache), not {show(model)}.")
+    rows, logits = cache.lengths.shape[0], to_array("logits", logits)
     if rows % beams:
         raise ValueError(f"The cache must have {beams} rows for each prompt, but it has {rows}.")
-    if logits.ndim != 2 or logits.shape[0] != rows:
-        raise ValueError(f"logits must be f32[{rows}, V], those after each row's last token, not {logits.shape}.")
+    if logits.ndim != 2 or logits.shape[0] != rows or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(
+            f"logits must be f32[{rows}, V], those after each row's last token, not {describe_array(logits)}."
+        )
     vocab, prompts = logits.shape[1], rows // beams
     stops = jnp.array(sorted(read_eos(eos)), jnp.int32)
     first = jnp.arange(rows, dtype=jnp.int32) // beams * beams
@@ -100,6 +108,8 @@ def beam_search(
         cache = extend(reorder(cache, source), is_new.astype(jnp.int32))
         token = jnp.where(is_new, token, 0)
         logits, cache = logits_at(model, token[:, None], cache, jnp.zeros_like(token), cascade=True, adapters=own)
+        if logits.shape[1] != vocab:
+            raise ValueError(f"logits must be f32[{rows}, {logits.shape[1]}], as the model makes them, not of {vocab}.")
         return (cache, logits.astype(jnp.float32), scores, ended), (source, jnp.where(is_new, token, -1))
 
     scores = jnp.where(first == jnp.arange(rows), 0.0, -jnp.inf)
@@ -122,6 +132,4 @@ def _read_adapters(adapters: Any, model: Any, rows: int) -> jax.Array:
             f"adapters= are for a model whose call has an argument adapters, and {type(model).__name__} has none: "
             "leave them out."
         )
-    if jnp.shape(adapters) != (rows,):
-        raise ValueError(f"adapters must be i32[{rows}], one of each row of the cache, not {jnp.shape(adapters)}.")
-    return jnp.asarray(adapters, jnp.int32)
+    return row_counts("adapters", adapters, rows)
