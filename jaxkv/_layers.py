@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxkv._core.attention.attention import attention
 from jaxkv._core.attention.plan import Step, positions
 from jaxkv._core.attention.query_capture import capture_rotation
+from jaxkv._core.config.validation import flag, integer, show
 from jaxkv._core.state.state import Layer
 from pallas_kernels.api.arguments import check_numbers
 from pallas_kernels.common.batch import as_float
@@ -31,7 +32,7 @@ def attend_or_dense(
     if cache is None:
         return dense_attention(q, k, v, chunk=chunk, **options), None
     options = {name: x for name, x in options.items() if x is not None}
-    if deterministic:
+    if flag("deterministic", deterministic):
         options["deterministic"] = True
     with capture_rotation(position_fn):
         return attention(q, k, v, cache, layer=None if isinstance(cache, Layer) else layer, step=step, **options)
@@ -54,8 +55,9 @@ def own_inputs(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> tuple[Any, Any]:
 
 def num_kv_heads_of(num_heads: int, num_kv_heads: int | None) -> int:
     """Returns the number of KV heads, by default `num_heads`. Raises ValueError if it does not divide `num_heads`."""
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
+    num_heads = integer("num_heads", num_heads, least=1)
+    num_kv_heads = num_heads if num_kv_heads is None else integer("num_kv_heads", num_kv_heads, least=1)
+    if num_heads % num_kv_heads:
         raise ValueError(
             f"{num_heads} query heads cannot be shared among {num_kv_heads} KV heads: num_heads must be a multiple of "
             "num_kv_heads."
@@ -65,9 +67,21 @@ def num_kv_heads_of(num_heads: int, num_kv_heads: int | None) -> int:
 
 def head_dim_of(in_features: int, num_heads: int, head_dim: int | None) -> int:
     """Returns the head dimension, by default `in_features / num_heads`. Raises ValueError if that is no integer."""
+    in_features = integer("in_features", in_features, least=1)
     if head_dim is None and in_features % num_heads:
         raise ValueError(f"in_features {in_features} is not a multiple of num_heads {num_heads}: give head_dim.")
-    return in_features // num_heads if head_dim is None else head_dim
+    return in_features // num_heads if head_dim is None else integer("head_dim", head_dim, least=1)
+
+
+def read_dtype(name: str, dtype: Any) -> jnp.dtype:
+    """Returns a dtype of floating point numbers. Raises ValueError."""
+    try:
+        found = jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        found = jnp.dtype(object)
+    if dtype is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(f"{name} must be a floating point dtype, such as 'bfloat16', not {show(dtype)}.")
+    return found
 
 
 def dense_attention(

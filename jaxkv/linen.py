@@ -31,7 +31,7 @@ from flax import linen
 from jaxkv._core.attention.plan import Step
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.config.validation import flag
+from jaxkv._core.config.validation import flag, integer
 from jaxkv._drop_in import dot_product_attention
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, token_positions
 from jaxkv._products import dot_general
@@ -102,7 +102,7 @@ class Attention(linen.Module):
         """Computes self-attention. Arguments and results are those of [`jaxkv.nnx.Attention`][]."""
         num_kv_heads = num_kv_heads_of(self.num_heads, self.num_kv_heads)
         head_dim = head_dim_of(x.shape[-1], self.num_heads, self.head_dim)
-        v_head_dim = head_dim if self.v_head_dim is None else self.v_head_dim
+        v_head_dim = head_dim if self.v_head_dim is None else integer("v_head_dim", self.v_head_dim, least=1)
 
         def dense(name: str, features: Any, axis: Any, use_bias: bool) -> linen.DenseGeneral:
             return linen.DenseGeneral(

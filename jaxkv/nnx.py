@@ -32,9 +32,11 @@ from jaxkv._core.attention.attention import attention
 from jaxkv._core.attention.plan import Step, positions
 from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache
+from jaxkv._core.config.validation import flag, integer, show
 from jaxkv._drop_in import dot_product_attention
-from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, token_positions
+from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, read_dtype, token_positions
 from jaxkv._products import dot_general, product, split_heads
+from pallas_kernels.api.arguments import check_numbers
 
 __all__ = ["Attention", "CacheVariable", "MultiHeadAttention"]
 
@@ -105,7 +107,14 @@ class Attention(nnx.Module):
     ):
         num_kv_heads = num_kv_heads_of(num_heads, num_kv_heads)
         head_dim = head_dim_of(in_features, num_heads, head_dim)
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        v_head_dim = head_dim if v_head_dim is None else integer("v_head_dim", v_head_dim, least=1)
+        use_out_bias = use_bias if use_out_bias is None else use_out_bias
+        for name, wanted in {"use_bias": use_bias, "use_out_bias": use_out_bias, "use_sinks": use_sinks}.items():
+            flag(name, wanted)
+        check_numbers(scale, soft_cap, window, chunk)
+        param_dtype = read_dtype("param_dtype", param_dtype)
+        if position_fn is not None and not callable(position_fn):
+            raise ValueError(f"position_fn must be a function of q, k and positions, or None, not {show(position_fn)}.")
 
         def kernel(num_inputs: int, num_outputs: int) -> jax.Array:
             return kernel_init(rngs.params(), (num_inputs, num_outputs), param_dtype)
@@ -122,11 +131,11 @@ class Attention(nnx.Module):
         self.query_bias = zeros(use_bias, num_heads, head_dim)
         self.key_bias = zeros(use_bias, num_kv_heads, head_dim)
         self.value_bias = zeros(use_bias, num_kv_heads, v_head_dim)
-        self.out_bias = zeros(use_bias if use_out_bias is None else use_out_bias, in_features)
+        self.out_bias = zeros(use_out_bias, in_features)
         self.sinks = zeros(use_sinks, num_heads)
         self.position_fn = position_fn
         self.scale, self.soft_cap, self.window, self.chunk = scale, soft_cap, window, chunk
-        self.dtype = None if dtype is None else jnp.dtype(dtype)
+        self.dtype = None if dtype is None else read_dtype("dtype", dtype)
 
     def __call__(
         self,
@@ -155,10 +164,11 @@ class Attention(nnx.Module):
         Raises:
           ValueError: x is not as wide as the layer; and as `jaxkv.attention`.
         """
-        if x.shape[-1:] != (width := self.query.shape[-1],):
+        if getattr(x, "shape", ())[-1:] != (width := self.query.shape[-1],):
+            given = f"its shape is {x.shape}" if hasattr(x, "shape") else f"it is a {type(x).__name__}"
             raise ValueError(
                 f"x must be [S, T, {width}] or packed [N, {width}], since this layer was made with in_features="
-                f"{width}, but its shape is {x.shape}."
+                f"{width}, but {given}."
             )
         if positions is None and self.position_fn is not None:
             positions = token_positions(x.shape[:-1], cache)

@@ -59,6 +59,8 @@ def test_it_computes_what_the_nnx_layer_computes():
     ("options", "says"),
     [
         (dict(num_heads=4, num_kv_heads=3), "4 query heads cannot be shared among 3 KV heads"),
+        (dict(num_heads=0), "num_heads must be at least 1, not 0"),  # which would end the process within XLA
+        (dict(num_heads=4, head_dim=True), "head_dim must be an integer, not True"),
         (dict(num_heads=5), "in_features 24 is not a multiple of num_heads 5"),
     ],
 )

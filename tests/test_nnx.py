@@ -100,13 +100,46 @@ def test_gradients_reach_every_parameter():
     ("arguments", "says"),
     [
         (dict(in_features=8, num_heads=4, num_kv_heads=3), "4 query heads cannot be shared among 3 KV heads"),
-        (dict(in_features=8, num_heads=4, num_kv_heads=0), "4 query heads cannot be shared among 0 KV heads"),
+        (dict(in_features=8, num_heads=4, num_kv_heads=0), "num_kv_heads must be at least 1, not 0"),
         (dict(in_features=10, num_heads=4), "in_features 10 is not a multiple of num_heads 4"),
     ],
 )
 def test_bad_arguments(arguments, says):
     with pytest.raises(ValueError, match=says):
         jaxkv.nnx.Attention(**arguments, rngs=nnx.Rngs(0))
+
+
+NO_SIZES = [True, 1.5, 0, -1, 2**31, float("nan"), "8", [], (8,), np.ones(2)]
+NO_SCALES = [True, 0, -1, float("inf"), "1", [], np.ones(2)]
+NO_FLAGS = [1, 0, "yes", [], np.ones(2)]
+NO_DTYPES = [1, "int3", "int32", bool, [], {}, np.ones(2), object()]
+WRONG = {
+    **dict.fromkeys(
+        ("num_heads", "in_features", "num_kv_heads", "head_dim", "v_head_dim", "window", "chunk"), NO_SIZES
+    ),
+    **dict.fromkeys(("use_bias", "use_out_bias", "use_sinks"), NO_FLAGS),
+    **dict.fromkeys(("scale", "soft_cap"), NO_SCALES),
+    **dict.fromkeys(("dtype", "param_dtype"), NO_DTYPES),
+    "position_fn": [1, "rope", []],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_of_another_kind_are_told_by_name(name):
+    """A layer without heads would end the process within XLA."""
+    for value in WRONG[name]:
+        with pytest.raises(ValueError, match=rf"^{name} must be .*\.$"):
+            jaxkv.nnx.Attention(**{"num_heads": 4, "in_features": 32, "rngs": nnx.Rngs(0)} | {name: value})
+
+
+def test_a_call_with_arguments_of_another_kind():
+    attn = jaxkv.nnx.Attention(num_heads=4, in_features=32, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"x must be \[S, T, 32\] .*, but it is a NoneType\."):
+        attn(None)
+    cache = jaxkv.init(jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=4, head_dim=8, max_seqs=1, max_seq_len=8))
+    for value in (1, "yes", None, np.ones(2)):
+        with pytest.raises(ValueError, match="deterministic must be True or False, not "):
+            attn(jnp.ones((1, 1, 32)), cache, deterministic=value)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 32), (5, 32), (2, 5, 128), ()])

@@ -74,7 +74,7 @@ def read_options(layer: Layer, options: dict[str, Any]) -> dict[str, Any]:
 
 def to_array(name: str, x: Any) -> jax.Array:
     """Returns an array or list of numbers or flags as a device array. Raises ValueError for anything else."""
-    found = read_numbers(name, x)
+    found: Any = read_numbers(name, x)
     if not is_known(found):
         return found
     if found.dtype.kind not in "fiub" and found.dtype != jnp.bfloat16:
