@@ -232,6 +232,8 @@ CALLS = {
     "from_blocks layout": (lambda c, p, x: from_blocks(layout=x), NO_WORDS),
     "past_key_values": (lambda c, p, x: jaxkv.convert.from_hugging_face(x), [*NO_LISTS, [], [1], ["a"], [[ONES]]]),
     "padding": (lambda c, p, x: jaxkv.convert.from_hugging_face([(ONES, ONES)], padding=x), NO_WORDS),
+    "by_rows function": (lambda c, p, x: jaxkv.by_rows(x), NO_WORDS),
+    "by_rows whole": (lambda c, p, x: jaxkv.by_rows(len, whole=x), [*NO_LISTS, [-1], [1.5], ["a"], [True]]),
     "match": (lambda c, p, x: p.adopt(c, 1, x), [None, 1, "a", [], {}, object()]),
     "save rows": (lambda c, p, x: jaxkv.save("/nonexistent/a", c, rows=x), without(NO_ROWS, None)),
     "model": (lambda c, p, x: jaxkv.save("/nonexistent/a", c, model=x), [1, 1.5, b"a", [], {}, object(), True]),

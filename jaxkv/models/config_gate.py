@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxkv._core.config.validation import show
+from jaxkv._core.config.validation import read_list, show
 from jaxkv.models.config import DecoderConfig
 
 PACKAGE = str(pathlib.Path(__file__).parents[1])
@@ -107,7 +107,10 @@ def drop_ignored(config: Any, ignore: str | Iterable[str]) -> Any:
     >>> drop_ignored({"a": 1, "rope_scaling": {"b": 2, "c": 3}}, ("a", "b"))
     {'rope_scaling': {'c': 3}}
     """
-    names = {ignore} if isinstance(ignore, str) else set(ignore)
+    given = [ignore] if isinstance(ignore, str) else read_list("ignore", ignore)
+    if wrong := [name for name in given if not isinstance(name, str)]:
+        raise ValueError(f"ignore must be names of fields of config.json, not {show(wrong[0])}.")
+    names = set(given)
     if not names or not isinstance(config, Mapping):
         return config
     return {name: drop_ignored(value, names) for name, value in config.items() if name not in names}

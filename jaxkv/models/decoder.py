@@ -53,7 +53,7 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, *, dtype: Any = jnp.float32, scan: Scan = False, rngs: nnx.Rngs):
-        if scan not in (False, True, "stacked", "apart"):
+        if not isinstance(scan, bool | str) or scan not in (False, True, "stacked", "apart"):
             raise ValueError(f'scan must be True, False, "stacked" or "apart", not {show(scan)}.')
         self.config = config
         stacked = scan == "stacked" or (scan != "apart" and jax.default_backend() != "cpu")

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxkv._core.config.validation import show
 from jaxkv._core.state.arguments import to_device
 from jaxkv._files import safetensors
 from jaxkv._files.aligned_copy import copy_aligned
@@ -199,9 +200,14 @@ def _view(tensors: dict[str, Any], slot: Slot, dtype: np.dtype) -> np.ndarray:
 
 
 def _float_dtype(dtype: Any) -> np.dtype:
-    if str(dtype) in (names := [d.name for d in FLOATS]) or dtype in FLOATS:
-        return jnp.dtype(dtype)
-    raise ValueError(f"dtype must be one of {', '.join(names)}, not {dtype or repr(dtype)}.")
+    try:
+        found = jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found not in FLOATS:
+        given = dtype if isinstance(dtype, str) and dtype else show(dtype)
+        raise ValueError(f"dtype must be one of {', '.join(d.name for d in FLOATS)}, not {given}.")
+    return found
 
 
 def _check(folder: pathlib.Path, slots: list[Slot], tensors: dict[str, Any]) -> None:

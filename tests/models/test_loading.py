@@ -212,7 +212,16 @@ def test_a_file_that_is_written_to_later(folder):
 def test_dtype(folder):
     refused(folder, "dtype must be one of float32, bfloat16, float16, not int8", dtype="int8")
     refused(folder, "not float12", dtype="float12")
+    for wrong in (1, "", [], {}, object(), np.ones((2, 3)), "float64", bool):
+        refused(folder, "dtype must be one of float32, bfloat16, float16, not ", dtype=wrong)
     assert models.load(folder, dtype=jnp.float16).dtype == jnp.float16
+
+
+def test_options_of_another_kind(folder):
+    for wrong in (1, None, object(), {"a": 1}, [1], [None], b"a", np.ones((2, 3))):
+        refused(folder, "ignore must be ", ignore=wrong)
+    for wrong in (1, 0, "", "yes", [], np.ones((2, 3))):
+        refused(folder, "scan must be True, False, ", scan=wrong)
 
 
 def test_what_ends_a_text(folder):

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import show
+from jaxkv._core.config.validation import integer, read_list, show
 from jaxkv._core.state.device_arrays import join_shards, take_shard
 from jaxkv._core.state.state import BlockTables, Pool
 from jaxkv._core.state.state_repr import DONATED, is_donated
@@ -170,6 +170,9 @@ def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Cal
     >>> cache.shards[0].lengths.tolist()
     [3, 0, 20, 1]
     """
+    if not callable(function):
+        raise ValueError(f"function must be a function of a cache, not {show(function)}.")
+    whole = frozenset(integer("whole, indices of arguments,", i, least=0) for i in read_list("whole", whole))
 
     @functools.wraps(function)
     def run(*arguments: Any, **named: Any) -> Any:
