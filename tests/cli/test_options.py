@@ -52,6 +52,16 @@ def test_a_wrong_value_is_told_by_its_option(command, value, folder, tmp_path, m
         assert not [name for name in names if not name.startswith("float8")], sentence
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["--mean-len=nan", "--mean-len=inf", "--mean-len=0", "--mean-len=-1", "--step-tokens=0", "--step-tokens=-5"],
+)
+def test_a_plan_without_memory_checks_its_options_too(option, folder, capsys):
+    assert main(["plan", "--model", str(folder), option]) == 2
+    name = option.partition("=")[0]
+    assert re.match(rf"jaxkv: {name} must be ", capsys.readouterr().err)
+
+
 def test_an_option_names_the_one_that_it_goes_with(folder, capsys):
     assert main(["generate", "--model", str(folder), "--prompt", "a", "--residual-length", "16"]) == 2
     assert re.fullmatch(

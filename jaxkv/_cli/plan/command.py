@@ -22,7 +22,7 @@ from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size,
 from jaxkv._core.config.cache_config import JOINING
 from jaxkv._core.config.kv_packing import can_hold
 from jaxkv._core.config.layer_config import STATE_DTYPES, LayerConfig, kind_of
-from jaxkv._core.config.validation import integer, show
+from jaxkv._core.config.validation import integer, real, show
 from jaxkv._files.hub import find_model
 from pallas_kernels.common.quantization import FORMATS, QUANTIZED
 
@@ -35,6 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     for size in arguments.block_size or ():
         integer("--block-size", size, least=1)
+    integer("--step-tokens", arguments.step_tokens, least=1)
+    if arguments.mean_len is not None:
+        real("--mean-len", arguments.mean_len, above=0)
     if arguments.residual_length is not None:
         integer("--residual-length", arguments.residual_length, least=1)
         if not {*(arguments.dtype or QUANTIZED)} & {*QUANTIZED}:
