@@ -131,19 +131,20 @@ class Dropping(Good):
         return self.drop(logits), cache
 
 
-class Normalized(Good):
+class Jitted(Dropping):
+    """Within, `nnx.jit` writes back all that it was given, changed or not."""
+
     def __init__(self):
         super().__init__()
-        self.norm = nnx.BatchNorm(VOCAB, rngs=nnx.Rngs(0))
+        self.norm = nnx.LayerNorm(VOCAB, rngs=nnx.Rngs(0))
 
     def __call__(self, tokens, *, cache):
-        logits, cache = super().__call__(tokens, cache=cache)
-        return self.norm(logits), cache
+        logits, cache = nnx.jit(Good.__call__)(self, tokens, cache=cache)
+        return nnx.jit(lambda norm, x: norm(x))(self.norm, logits), cache
 
 
 MISTAKES = {
     Dropping: r"changes Dropping\.drop\.rngs\.count.*, .*: dropout .* Call model\.eval\(\) first",
-    Normalized: r"changes Normalized\.norm\.mean",
     WithoutCache: "the call of WithoutCache takes no cache",
     WithoutPair: r"must return the pair \(logits, cache\), but for packed tokens i32\[5\] it returns float32\[5, 12\]",
     Layerwise: "its second part is a list of 1",
@@ -166,7 +167,7 @@ def test_an_engine_refuses_it_before_anything_compiles(mistake):
     assert str(error.value).endswith("See docs/your_model.md.")
 
 
-@pytest.mark.parametrize("kind", [Dropping, Normalized])
+@pytest.mark.parametrize("kind", [Dropping, Jitted])
 def test_a_model_in_evaluation_is_taken(kind):
     model = kind()
     model.eval()

@@ -18,10 +18,10 @@ from jaxkv._core.state.state_repr import describe_array
 
 PAGE = "See docs/your_model.md."
 MOST_SHOWN = 600  # characters of an error that a model raised
-# What is said of a leaf that a call changes: it would be as before in the next step.
+# What is said of a counter that a call changes: it would be as before in the next step.
 LOST = (
-    "which a compiled step forgets: dropout or batch statistics are on. Call model.eval() first, or leave that state "
-    "out of the model."
+    "which a compiled step forgets: dropout is on, or something else that draws at random. Call model.eval() first, or "
+    "leave that state out of the model."
 )
 ADAPTERS_ARGUMENT = "adapters"  # the argument by which a model is given those of its rows
 
@@ -234,8 +234,11 @@ def _name_leaves(model: Any) -> dict[str, Any]:
 
 
 def _find_changed(given: dict[str, Any], model: Any) -> list[str]:
-    """Returns the names of the leaves that a call has changed; what it has added, as `sow` does, is none of them."""
-    return [name for name, leaf in _name_leaves(model).items() if name in given and leaf is not given[name]]
+    """Returns the names of the counters that a call has changed, as those of random numbers; nothing if it has given
+    back other numbers too, for `nnx.jit` gives back all that it was given. What `sow` adds is no change."""
+    changed = {name: leaf for name, leaf in _name_leaves(model).items() if name in given and leaf is not given[name]}
+    counts = all(jnp.issubdtype(jnp.result_type(leaf), jnp.integer) for leaf in changed.values())
+    return list(changed) if counts else []
 
 
 def describe_error(error: Exception) -> str:
