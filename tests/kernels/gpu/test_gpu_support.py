@@ -74,6 +74,7 @@ REFUSED = {
     | {
         "q": jax.ShapeDtypeStruct((16_385, 1, 4, 64), jnp.bfloat16),
         "tables": jax.ShapeDtypeStruct((16_385, 4), jnp.int32),
+        **dict.fromkeys(("lengths", "new"), jax.ShapeDtypeStruct((16_385,), jnp.int32)),
     },
 }
 
