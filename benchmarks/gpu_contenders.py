@@ -21,8 +21,10 @@ from gpu_timing import Contender
 from gpu_work import Model, Point, Rivals, inputs
 
 from pallas_kernels import gpu, testing, xla
+from pallas_kernels.xla import work_list
 
 MOST_COPIED = 10e9  # bytes of K and V that others get in a layout of their own
+MOST_IN_XLA = 3e9  # bytes of K and V of a step that XLA takes some milliseconds for
 
 
 def calls_of(attend: Callable, q, pools, *rest, expected: float, scale: float = 1.0) -> Contender:
@@ -51,6 +53,12 @@ def compile_calls(attend: Callable, count: int, q, pools, *rest):
         return q
 
     return jax.jit(calls).lower(q, pools, *rest).compile()
+
+
+def by_xla(*arrays, for_gpu: bool = True, **options):
+    """What runs where there are no kernels, in loops with the steps of a GPU or with those of a CPU."""
+    with mock.patch.dict(work_list.SIZES, {True: work_list.SIZES[for_gpu]}):
+        return testing.run(xla.paged_attention.__wrapped__, *arrays, **options)
 
 
 def ours(point: Point, interpret=None, form: str | None = None) -> Callable:
@@ -202,7 +210,7 @@ def contenders(point: Point, who: Rivals, interpret=None) -> Iterator[tuple[str,
     if who == "all":
         yield "ours by warps", against(ours(point, interpret, BY_WARPS), pools, *step)
     if point.rank is not None:
-        yield "xla", against(latent(point, functools.partial(testing.run, xla.paged_attention)), pools, *step)
+        yield "xla", against(latent(point, by_xla), pools, *step)
     if who == "none" or point.rank is not None or point.kind is not None or point.chunk:
         return
 
@@ -229,8 +237,9 @@ def contenders(point: Point, who: Rivals, interpret=None) -> Iterator[tuple[str,
         yield "cudnn", against(by_cudnn, functools.cache(in_order))
     if not point.ragged:
         yield "torch", lambda: by_torch(point)
-    if point.kv_bytes < 1e9 and point.new == 1:
-        yield "xla", against(functools.partial(testing.run, xla.paged_attention), pools, *step)
+    if point.kv_bytes < MOST_IN_XLA:
+        yield "xla", against(by_xla, pools, *step)
+        yield "xla, steps of a CPU", against(functools.partial(by_xla, for_gpu=False), pools, *step)
 
 
 def contender_programs(point: Point, who: Rivals) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
