@@ -207,9 +207,8 @@ def test_explain_refuses_what_attend_refuses():
     "option", [{"window": 0}, {"window": 2.5}, {"window": "a"}, {"scale": float("nan")}, {"soft_cap": 0.0}]
 )
 def test_without_a_cache_options_are_read_as_with_one(option):
-    layer = jaxkv.nnx.Attention(8, num_heads=2, rngs=nnx.Rngs(0), **option)
     with pytest.raises(ValueError, match=f"{next(iter(option))} must be "):
-        layer(jnp.ones((1, 3, 8)))
+        jaxkv.nnx.Attention(8, num_heads=2, rngs=nnx.Rngs(0), **option)(jnp.ones((1, 3, 8)))
 
 
 def test_masks_and_windows_of_the_drop_ins():
