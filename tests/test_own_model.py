@@ -215,6 +215,26 @@ def test_recompute_asks_for_dense_attention():
         jaxkv.Engine(Good(), max_seqs=2, max_seq_len=16).recompute([1, 2, 3], [4])
 
 
+class LowRank(Good):
+    """Takes the recipe of docs/your_model.md for adapters, of which there are three."""
+
+    def __call__(self, tokens, *, cache, adapters):
+        down, up = (jax.random.normal(jax.random.key(0), shape) for shape in ((3, VOCAB, 2), (3, 2, VOCAB)))
+        x, cache = self.body(tokens, cache)
+        own = adapters[:, None] if cache is None else adapters[jaxkv.plan_step(cache, tokens.shape).token.row]
+        down, up = (w.at[own].get(mode="fill", fill_value=jnp.nan) for w in (down, up))
+        return x + jnp.einsum("...d,...dr,...re->...e", x, down, up), cache
+
+
+def test_an_adapter_that_there_is_not_ends_its_request_alone():
+    engine = jaxkv.Engine(LowRank(), max_seqs=3, max_seq_len=16)
+    right = [engine.submit([1, 2, 3], 6, adapter=adapter) for adapter in (1, 2)]
+    wrong = engine.submit([1, 2, 3], 6, adapter=3)
+    list(engine.run())
+    assert wrong.ended == "error" and "NaN" in wrong.error
+    assert [len(request.tokens) for request in right] == [6, 6] and right[0].tokens != right[1].tokens
+
+
 class Enumerated(Good):
     def positions(self, cache, shape):
         return jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), shape)
