@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from platforms import on
+from platforms import trace_for
 
 import jaxkv
 import jaxkv.models
@@ -117,7 +117,7 @@ def test_what_a_size_would_cure_is_said_once(platform, given, wanted, monkeypatc
     def attend(*arrays, kv_scale, bias):  # `bias`: two programs, traced apart
         return pallas_kernels.paged_attention(*arrays, kv_scale=kv_scale, kind=given.get("kind"), scale=bias)
 
-    with on(platform), pytest.warns(UserWarning, match=wanted) as told:
+    with trace_for(platform), pytest.warns(UserWarning, match=wanted) as told:
         for bias in (0.5, 0.25):
             jax.eval_shape(lambda *a, bias=bias: attend(*a[:-1], kv_scale=a[-1], bias=bias), *arrays, scale)
     assert len(told) == 1
@@ -130,11 +130,11 @@ def test_nothing_is_said_where_no_size_would_help(monkeypatch):
     mask = jax.ShapeDtypeStruct((2, 1, 64), jnp.bool_)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with on("tpu"):
+        with trace_for("tpu"):
             jax.eval_shape(lambda *a: pallas_kernels.paged_attention(*a[:-1], mask=a[-1]), *arrays, mask)
             asked = dict(kind="int8", implementation="xla")
             jax.eval_shape(lambda *a: pallas_kernels.paged_attention(*a[:-1], kv_scale=a[-1], **asked), *narrow, scale)
-        with on("cpu"):
+        with trace_for("cpu"):
             jax.eval_shape(
                 lambda *a: pallas_kernels.paged_attention(*a[:-1], kv_scale=a[-1], kind="int8"), *narrow, scale
             )

@@ -153,6 +153,13 @@ def choose_sum(logits, rows):
     return jax.nn.one_hot(total % VOCAB, VOCAB)
 
 
+def test_penalize_does_nothing_before_a_request_asks():
+    engine = jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=jaxkv.hooks.penalize)
+    assert engine.submit(PROMPTS[0], 6).result() == continuation(WINDOWS, PROMPTS[0], 6, None)
+    forced = engine.submit(PROMPTS[0], 6, hook_args=jaxkv.hooks.penalties(logit_bias={5: 100}))
+    assert forced.result() == [5] * 6
+
+
 WRONG = {
     "presence_penalty": ("x", float("nan"), 1e39, True), "frequency_penalty": (None, -1e7),
     "repetition_penalty": (0, -1, float("inf")), "min_tokens": (-1, 1.5), "stop_tokens": (["x"], [-1], range(65)),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import use_sizes
 from nightly import NIGHTLY
 
 import pallas_kernels
@@ -63,6 +64,15 @@ def test_against_the_reference(case):
     expected = jax.jit(jax.grad(functools.partial(loss, reference.paged_attention)))(variables)
     assert_gradients_close(actual, expected)
     assert (np.asarray(actual["kv"])[np.isnan(variables["kv"])] == 0).all()
+
+
+@pytest.mark.usefixtures("traced_anew")
+def test_tiles_of_a_gpu(monkeypatch):
+    """Which are longer: of queries and of tokens, several of each in a row."""
+    _, _, _, queries, context, _ = work.SIZES[True]
+    use_sizes(monkeypatch, **work.SIZES[True]._asdict())
+    new = (queries + 3, 1, 2)
+    test_against_the_reference(Case((context + queries + 9, 5, 130), new, packed=True, head_dim=16, num_heads=2))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

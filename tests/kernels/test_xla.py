@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import CASES, DIMENSIONS, in_tiles, use_sizes
 from nightly import NIGHTLY
-from platforms import on
+from platforms import trace_for
 
 import pallas_kernels
 from pallas_kernels import reference, testing, xla
@@ -147,10 +147,10 @@ def count_steps(rows, length, new):
 
 def test_a_gpu_takes_few_steps():
     """Each is some 50 us of launches there, while on a CPU short steps stay in cache."""
-    with on("cpu"):
+    with trace_for("cpu"):
         assert count_steps(1, 2048, 2048) == 144 and count_steps(64, 8192, 1) == 547
     for gpu in "gpu", "rocm":
-        with on(gpu):
+        with trace_for(gpu):
             assert count_steps(1, 2048, 2048) == 4 and count_steps(64, 8192, 1) == 17
 
 

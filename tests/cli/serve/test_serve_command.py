@@ -9,6 +9,7 @@ import time
 import types
 
 import pytest
+from checksum_model import LONGEST, Checksum
 from http_server import free_port, httpx
 from nightly import NIGHTLY
 
@@ -78,6 +79,31 @@ def test_a_model_without_a_tokenizer_is_refused_before_anything_is_compiled(monk
     monkeypatch.setattr(jaxkv, "Engine", None)
     assert main(["serve", "--model", str(tmp_path / "bytes"), "--port", "0"]) == 2
     assert "The model reads bytes and has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("windows", "given", "penalties"),
+    [((7,), None, None), ((7,), {"repetition_penalty": 1.0}, {"repetition_penalty": 1.0}), ((None, 7), None, {})],
+)
+def test_answers_without_an_end_have_no_hook(monkeypatch, windows, given, penalties):
+    """It would end them at --max-seq-len; an option for penalties asks for that."""
+
+    class Made(Exception):
+        pass
+
+    class Limited(Checksum):
+        max_seq_len = LONGEST
+
+    def make_engine(*_, **options):
+        raise Made(options)
+
+    opened = types.SimpleNamespace(model=Limited(windows), chat=None, penalties=given)
+    monkeypatch.setattr(serve, "open_model", lambda _: opened)
+    monkeypatch.setattr(jaxkv, "Engine", make_engine)
+    with pytest.raises(Made) as told:
+        main(["serve", "--model", "none", "--port", "0"])
+    options = told.value.args[0]
+    assert ("logits_hook" in options) == (penalties is not None)
 
 
 def test_a_port_is_looked_at_before_anything_is_compiled(monkeypatch, capsys):
