@@ -55,9 +55,9 @@ def compile_calls(attend: Callable, count: int, q, pools, *rest):
     return jax.jit(calls).lower(q, pools, *rest).compile()
 
 
-def by_xla(*arrays, for_gpu: bool = True, **options):
+def attend_in_xla(*arrays, gpu_steps: bool = True, **options):
     """What runs where there are no kernels, in loops with the steps of a GPU or with those of a CPU."""
-    with mock.patch.dict(work_list.SIZES, {True: work_list.SIZES[for_gpu]}):
+    with mock.patch.dict(work_list.SIZES, {True: work_list.SIZES[gpu_steps]}):
         return testing.run(xla.paged_attention.__wrapped__, *arrays, **options)
 
 
@@ -210,7 +210,7 @@ def contenders(point: Point, who: Rivals, interpret=None) -> Iterator[tuple[str,
     if who == "all":
         yield "ours by warps", against(ours(point, interpret, BY_WARPS), pools, *step)
     if point.rank is not None:
-        yield "xla", against(latent(point, by_xla), pools, *step)
+        yield "xla", against(latent(point, attend_in_xla), pools, *step)
     if who == "none" or point.rank is not None or point.kind is not None or point.chunk:
         return
 
@@ -238,8 +238,8 @@ def contenders(point: Point, who: Rivals, interpret=None) -> Iterator[tuple[str,
     if not point.ragged:
         yield "torch", lambda: by_torch(point)
     if point.kv_bytes < MOST_IN_XLA:
-        yield "xla", against(by_xla, pools, *step)
-        yield "xla, steps of a CPU", against(functools.partial(by_xla, for_gpu=False), pools, *step)
+        yield "xla", against(attend_in_xla, pools, *step)
+        yield "xla, steps of a CPU", against(functools.partial(attend_in_xla, gpu_steps=False), pools, *step)
 
 
 def contender_programs(point: Point, who: Rivals) -> dict[str, tuple[Callable, tuple[Any, ...]]]:

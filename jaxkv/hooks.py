@@ -135,11 +135,10 @@ def penalties(
     biases = {} if logit_bias is None else logit_bias
     if not isinstance(biases, Mapping):
         raise ValueError(f"logit_bias must be a dict of numbers by token, not {show(biases)}.")
+    check_count("logit_bias", len(biases), MOST_BIASES)
     tokens = [integer("A token of logit_bias", token, least=0) for token in biases]
     stops = [integer("A token of stop_tokens", token, least=0) for token in stop_tokens]
-    for name, count, most in (("logit_bias", len(tokens), MOST_BIASES), ("stop_tokens", len(stops), MOST_STOP_TOKENS)):
-        if count > most:
-            raise ValueError(f"{name} must have at most {most} tokens, not {count}: leave some out.")
+    check_count("stop_tokens", len(stops), MOST_STOP_TOKENS)
     bounds: dict[str, float] = {"least": -MOST, "most": MOST}
     added = [real(f"The logit_bias of {show(token)}", bias, **bounds) for token, bias in biases.items()]
     more = MOST_BIASES - len(tokens)
@@ -152,6 +151,12 @@ def penalties(
         "min_tokens": np.int32(integer("min_tokens", min_tokens, least=0)),
         "stop_tokens": np.array(stops + [-1] * (MOST_STOP_TOKENS - len(stops)), np.int32),
     }
+
+
+def check_count(name: str, count: int, most: int) -> None:
+    """Raises ValueError for more tokens than a request may name."""
+    if count > most:
+        raise ValueError(f"{name} must have at most {most} tokens, not {count}: leave some out.")
 
 
 def penalize(logits: jax.Array, rows: StepRows) -> jax.Array:

@@ -12,7 +12,7 @@ from typing import Any
 import jaxkv
 from jaxkv._cli.compiling import announce, keep_compiled
 from jaxkv._cli.option_names import name_options
-from jaxkv._cli.text import TextModel, describe_limit, is_cut, open_model, prefix_options
+from jaxkv._cli.text import TextModel, describe_limit, is_cut, open_model, penalty_options, prefix_options
 
 MOST_LENGTH = 8192  # default tokens of a chat
 PROMPT = "> "
@@ -32,7 +32,7 @@ def chat(arguments: argparse.Namespace) -> int:
         block_size=arguments.block_size,
         cache_dtype=arguments.cache_dtype,
         residual_length=arguments.residual_length,
-        **opened.hook_options(),
+        **penalty_options(opened.penalties),
         **{"prefix_cache": True} | prefix_options(arguments),
     ) as engine:
         conversation = Conversation(engine, opened, system, arguments.max_new_tokens, arguments.options)

@@ -9,7 +9,16 @@ from typing import Any
 import jaxkv
 from jaxkv._cli.compiling import announce, keep_compiled
 from jaxkv._cli.option_names import name_options
-from jaxkv._cli.text import TextModel, TextStream, TokenIds, describe_limit, is_cut, open_model, prefix_options
+from jaxkv._cli.text import (
+    TextModel,
+    TextStream,
+    TokenIds,
+    describe_limit,
+    is_cut,
+    open_model,
+    penalty_options,
+    prefix_options,
+)
 from jaxkv._core.cache.checks import stats
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._engine.requests.eviction_policy import Eviction
@@ -60,7 +69,7 @@ def generate(arguments: argparse.Namespace) -> int:
         cache_dtype=arguments.cache_dtype,
         residual_length=arguments.residual_length,
         evict=_eviction(arguments),
-        **opened.hook_options(),
+        **penalty_options(opened.penalties),
         **prefix_options(arguments),
     ) as engine:
         return _continue(arguments, engine, opened, prompts, tokens, max_new_tokens)

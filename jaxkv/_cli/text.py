@@ -73,10 +73,6 @@ class TextModel:
     penalties: dict[str, Any] | None
     eos: tuple[int, ...]
 
-    def hook_options(self) -> dict[str, Any]:
-        """Returns the options of an engine whose requests have these penalties."""
-        return {} if self.penalties is None else penalty_options(self.penalties)
-
     @property
     def chat(self) -> Tokenizer:
         """The tokenizer, if it has a chat template. Raises ValueError if not."""
@@ -85,10 +81,13 @@ class TextModel:
         return self.text
 
 
-def penalty_options(penalties: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of an engine that penalizes, by these numbers where a request gives none."""
+def penalty_options(penalties: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the options of an engine that penalizes, by these numbers where a request gives none; None: of one that
+    does not."""
     import jaxkv.hooks
 
+    if penalties is None:
+        return {}
     return {"logits_hook": jaxkv.hooks.penalize, "hook_args": jaxkv.hooks.penalties(**penalties)}
 
 

@@ -4,16 +4,14 @@ The check is lenient, since configs carry switches of trainers, servers and conv
 is on and whose name has a word of a decoder's computation is refused, unless it states what the decoder does anyway.
 """
 
-import pathlib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxkv._core.config.validation import read_list, show
+from jaxkv._core.config.validation import PACKAGE_FOLDER, read_list, show
 from jaxkv.models.config import DecoderConfig
 
-PACKAGE = str(pathlib.Path(__file__).parents[1])
 MOST_NAMES = 10  # in an error
 # Fields that transformers writes everywhere and that do not change a decoder's computation: not worth a warning.
 HARMLESS = {
@@ -172,7 +170,7 @@ def warn_passed(names: list[str], where: str) -> None:
         warnings.warn(
             f"{where} has fields that are off, say a known size again or say nothing of a decoder, and were passed "
             f"over: {', '.join(show(name)[1:-1] for name in names)}.",
-            skip_file_prefixes=(PACKAGE,),
+            skip_file_prefixes=(PACKAGE_FOLDER,),
         )
 
 

@@ -9,8 +9,13 @@ GPUS = ("cuda", "rocm")
 
 def current_platform() -> str:
     """Returns what a program traced now is lowered for, if it does not say: the mesh's platform, else the default."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device = find_described_device()
     return read_name(device.platform if device is not None else jax.default_backend())
+
+
+def find_described_device() -> Any:
+    """Returns the device that the mesh of a program traced now describes; None if it does not."""
+    return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
 def is_for_gpu() -> bool:

@@ -4,6 +4,8 @@ import dataclasses
 
 import jax
 
+from pallas_kernels.common.platforms import find_described_device, read_name
+
 # Compute capability -> bytes of shared memory that a thread block may have. All of them have the bulk copies and
 # barriers that the kernels are made of, which Ampere and Ada (8.0 to 8.9) lack.
 SHARED_MEMORY = {
@@ -48,8 +50,8 @@ H200 = GpuChip("NVIDIA H200", 132)
 
 def find_chip() -> GpuChip:
     """Returns the chip that a program traced now is for: the mesh's, else the one at hand; an H200 if there is none."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if device is not None and device.platform in ("gpu", "cuda") and device.num_cores:
+    device = find_described_device()
+    if device is not None and read_name(device.platform) == "cuda" and device.num_cores:
         here = _find_chip_at_hand()
         if here is not None and here.name == device.device_kind:
             return here

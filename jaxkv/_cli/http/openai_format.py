@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxkv._cli.http.body import show
-from jaxkv._cli.http.penalties import PENALTIES
+from jaxkv._cli.http.penalties import PENALTY_FIELDS
 
 MOST_CHOICES = 128  # samples of a request, as OpenAI's: each is built from its prompt in the server's one thread
 # Stop sequences, and characters of one: the thread that takes the steps looks for each in the text of every token.
@@ -57,9 +57,10 @@ CHAT_TYPES = {
 }  # fmt: skip
 # What changes an answer and is done here, so that a slip of the pen must not pass for an unknown field.
 TAKEN = (
-    *SAMPLING, *PENALTIES, *RENAMED, *OTHER_TYPES, *CHAT_TYPES, "max_tokens", "max_completion_tokens",
+    *SAMPLING, *PENALTY_FIELDS, *RENAMED, *OTHER_TYPES, *CHAT_TYPES, "max_tokens", "max_completion_tokens",
     "prompt_logprobs", "stream", "stream_options", "echo", "add_special_tokens", "response_format",
 )  # fmt: skip
+KNOWN = frozenset((*TAKEN, *REFUSED))
 Described = tuple[int, float | None, dict[str, float] | None]  # a token, its log-probability, and the likeliest ones'
 
 
@@ -368,7 +369,7 @@ def refuse_fields(body: dict[str, Any], fields: Iterable[str] = REFUSED) -> None
 def refuse_misspelt(body: dict[str, Any]) -> None:
     """Raises ValueError for an unknown field whose name is nearly that of one that is done here. Names are compared in
     the event loop, so of a body of nothing but unknown fields only a few are."""
-    unknown = [field for field in body if len(field) <= MOST_COMPARED and field not in {*TAKEN, *REFUSED}]
+    unknown = [field for field in body if len(field) <= MOST_COMPARED and field not in KNOWN]
     for field in unknown[:MOST_COMPARED]:
         close = ["max_tokens"] if field == "max_new_tokens" else difflib.get_close_matches(field, TAKEN, 1, cutoff=0.85)
         if close:

@@ -5,11 +5,11 @@ from typing import Any
 
 import jaxkv.hooks
 from jaxkv._cli.http.body import show
-from jaxkv._cli.text import PENALTIES as COMMON, check_penalty
+from jaxkv._cli.text import PENALTIES, check_penalty
 from jaxkv._core.config.validation import integer, real
 
 # By OpenAI's and vLLM's names, with what changes nothing.
-PENALTIES: dict[str, Any] = COMMON | {"logit_bias": {}, "min_tokens": 0}
+PENALTY_FIELDS: dict[str, Any] = PENALTIES | {"logit_bias": {}, "min_tokens": 0}
 MOST_BIAS = 100  # as OpenAI's
 
 
@@ -26,28 +26,31 @@ def read_penalties(
     Raises:
       ValueError: a value that is none, or what this server cannot do.
     """
-    given = {name: body[name] for name in PENALTIES if body.get(name) is not None}
+    given = {name: body[name] for name in PENALTY_FIELDS if body.get(name) is not None}
     if defaults is None:
         for name, value in given.items():
-            if value != PENALTIES[name]:
+            if value != PENALTY_FIELDS[name]:
                 raise ValueError(
                     f"{name} is not supported by this server, which keeps no tokens of answers, since they may go on "
                     "beyond --max-seq-len: leave it out, or start the server with --repetition-penalty 1."
                 )
         return {}
-    for name in given.keys() & COMMON.keys():
-        check_penalty(name, name, given[name])
+    for name in PENALTIES:
+        if name in given:
+            check_penalty(name, name, given[name])
     if "logit_bias" in given:
         given["logit_bias"] = _read_biases(given["logit_bias"], vocab_size)
     if given.get("min_tokens"):
         given["stop_tokens"] = _read_stop_tokens(given["min_tokens"], options, eos)
-    wanted = {name: value for name, value in given.items() if value != {**PENALTIES, **defaults}.get(name)}
+    usual = PENALTY_FIELDS | defaults
+    wanted = {name: value for name, value in given.items() if value != usual.get(name)}
     return {"hook_args": jaxkv.hooks.penalties(**defaults | wanted)} if wanted else {}
 
 
 def _read_biases(biases: Any, vocab_size: int) -> dict[int, float]:
     if not isinstance(biases, dict):
         raise ValueError(f"logit_bias must be an object of numbers by token, not {show(biases)}.")
+    jaxkv.hooks.check_count("logit_bias", len(biases), jaxkv.hooks.MOST_BIASES)  # before each is looked at
     found = {}
     for token, bias in biases.items():
         if not (token.isascii() and token.isdecimal()) or len(token) > 9 or int(token) >= vocab_size:

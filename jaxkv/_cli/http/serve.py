@@ -49,7 +49,7 @@ def serve(arguments: argparse.Namespace) -> int:
         max_waiting=arguments.max_waiting,
         cache_dtype=arguments.cache_dtype,
         residual_length=arguments.residual_length,
-        **{} if penalties is None else penalty_options(penalties),
+        **penalty_options(penalties),
         **{"prefix_cache": True} | prefix_options(arguments),
     )
     if arguments.warmup:

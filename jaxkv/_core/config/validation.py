@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 import math
+import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from pallas_kernels.api.show import show as show
 
+PACKAGE_FOLDER = str(pathlib.Path(__file__).parents[2])  # whose lines a warning skips: it is about those of the caller
 MOST_INDEX = 2**31 - 1  # what an int32 holds: lengths, counts and indices are int32 on the device
 MOST_TOKENS = 2**30  # of an endless row: sums with its length must not overflow
 

@@ -14,7 +14,7 @@ from jaxkv._engine.frontend.build import MEANT, CoreOptions, check_fields, make_
 from jaxkv._engine.frontend.checkpoint import Resumable
 from jaxkv._engine.frontend.data_parallel import DataParallelCores, join_config, split_fields
 from jaxkv._engine.frontend.engine_lock import EngineLock
-from jaxkv._engine.frontend.request_reader import HOOK_ARGS_ALONE, RequestReader
+from jaxkv._engine.frontend.request_reader import RequestReader, check_hook_args
 from jaxkv._engine.frontend.rollouts import Updatable
 from jaxkv._engine.frontend.serving import Servable
 from jaxkv._engine.frontend.warmup import call_all
@@ -161,8 +161,7 @@ class Engine(Servable, Resumable, Updatable):
         host_bandwidth = real("host_bandwidth", host_bandwidth, least=1)
         self.steps_per_dispatch = integer("steps_per_dispatch", steps_per_dispatch, least=1)
         logits_hook, self.seed = read_hook(logits_hook), read_seed(seed)
-        if hook_args is not None and logits_hook is None:
-            raise ValueError(HOOK_ARGS_ALONE)
+        check_hook_args(hook_args, logits_hook is not None)
         known_args = HookArgs(hook_args)
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
         self.eos_ids = read_model_eos(model_config)

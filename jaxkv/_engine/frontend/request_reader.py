@@ -27,7 +27,10 @@ from jaxkv._engine.requests.submission import (
 Draw = tuple[Any, Any, Any, Any, Any]  # temperature, top_k, top_p, min_p and seed, as they are given
 
 
-HOOK_ARGS_ALONE = "hook_args are for a logits_hook, and this Engine has none: make it with logits_hook=."
+def check_hook_args(hook_args: Any, has_hook: bool) -> None:
+    """Raises ValueError for numbers that no hook takes."""
+    if hook_args is not None and not has_hook:
+        raise ValueError("hook_args are for a logits_hook, and this Engine has none: make it with logits_hook=.")
 
 
 class RequestReader:
@@ -172,8 +175,7 @@ class RequestReader:
 
     def read_hook_args(self, hook_args: Any, known: HookArgs) -> Any:
         """Returns the numbers of a request for the hook, as `known` reads them. Raises ValueError."""
-        if hook_args is not None and not self.has_hook:
-            raise ValueError(HOOK_ARGS_ALONE)
+        check_hook_args(hook_args, self.has_hook)
         return known.read(hook_args)
 
     def read_adapter(self, adapter: Any) -> int:

@@ -1,7 +1,6 @@
 """Weights that change under an engine, and memory that it lends to a trainer: rollouts within a training program."""
 
 import contextlib
-import pathlib
 import warnings
 import weakref
 from collections.abc import Callable
@@ -9,14 +8,13 @@ from typing import Any
 
 import jax
 
-from jaxkv._core.config.validation import flag
+from jaxkv._core.config.validation import PACKAGE_FOLDER, flag
 from jaxkv._core.state.device_arrays import split_model, take_local_model
 from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.hosts.lockstep import LockstepCores
+from jaxkv._engine.programs.model import name_leaves
 from jaxkv._engine.runner.fingerprint import fingerprint
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
-
-PACKAGE = str(pathlib.Path(__file__).parents[2])
 
 
 class Updatable(Closable):
@@ -205,7 +203,7 @@ class Updatable(Closable):
             warnings.warn(
                 "The model that this Engine was made with has other parameters now, and the engine goes on with those "
                 "that it was given: engine.update(model) takes the new ones.",
-                skip_file_prefixes=(PACKAGE,),
+                skip_file_prefixes=(PACKAGE_FOLDER,),
             )
 
 
@@ -231,8 +229,7 @@ def _read_leaves(name: str, model: Any, user: Any) -> list[Any]:
     pairs = list(zip(leaves, user.leaves, strict=False))
     wrong = next((i for i, (leaf, older) in enumerate(pairs) if not _can_replace(leaf, older)), None)
     if wrong is not None:
-        (path, leaf), older = jax.tree_util.tree_flatten_with_path(model)[0][wrong], user.leaves[wrong]
-        where = f"{name}{jax.tree_util.keystr(path)}"
+        (where, leaf), older = list(name_leaves(name, model).items())[wrong], user.leaves[wrong]
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise ValueError(f"{where} was donated to another program: give a living one.")
         raise ValueError(
@@ -250,11 +247,7 @@ def _read_leaves(name: str, model: Any, user: Any) -> list[Any]:
 def _compare_names(name: str, model: Any, user: Any) -> str:
     """Returns the first leaf that only a user's model has, and the first that only another has, as a sentence goes on;
     nothing if all have the same names."""
-
-    def list_names(x: Any) -> dict[str, None]:
-        return {f"{name}{jax.tree_util.keystr(path)}": None for path, _ in jax.tree_util.tree_leaves_with_path(x)}
-
-    given, own = list_names(model), list_names(jax.tree.unflatten(user.structure, user.leaves))
+    given, own = name_leaves(name, model), name_leaves(name, jax.tree.unflatten(user.structure, user.leaves))
     missing = next((f"has no {x}" for x in own if x not in given), None)
     extra = next((f"has {x}" for x in given if x not in own), None)
     return ", and ".join(filter(None, (missing, extra)))

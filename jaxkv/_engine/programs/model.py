@@ -174,7 +174,7 @@ def _check_call(
 
     def call(leaves: Any, cache: Cache, ids: Any, at: Any) -> Any:
         model = jax.tree.unflatten(structure, leaves)
-        wants_places, given = takes(model, "logits_at"), _name_leaves(model)
+        wants_places, given = takes(model, "logits_at"), name_leaves(type(model).__name__, model)
         result = model(ids, cache=cache, **({"logits_at": at} if wants_places else {}), **no_adapters(model, cache))
         wanted = places if wants_places else tokens
         asked = f"logits_at i32{list(at.shape)} of " if wants_places else ""
@@ -227,16 +227,17 @@ def _find_problems(result: Any, cache: Cache, wanted: tuple[int, ...], given: st
     return []
 
 
-def _name_leaves(model: Any) -> dict[str, Any]:
-    """Returns the leaves of a model by their names."""
+def name_leaves(name: str, model: Any) -> dict[str, Any]:
+    """Returns the leaves of a model by their names, which begin with its own."""
     leaves = jax.tree_util.tree_leaves_with_path(model)
-    return {f"{type(model).__name__}{jax.tree_util.keystr(path)}": leaf for path, leaf in leaves}
+    return {f"{name}{jax.tree_util.keystr(path)}": leaf for path, leaf in leaves}
 
 
 def _find_changed(given: dict[str, Any], model: Any) -> list[str]:
     """Returns the names of the counters that a call has changed, as those of random numbers; nothing if it has given
     back other numbers too, for `nnx.jit` gives back all that it was given. What `sow` adds is no change."""
-    changed = {name: leaf for name, leaf in _name_leaves(model).items() if name in given and leaf is not given[name]}
+    after = name_leaves(type(model).__name__, model)
+    changed = {name: leaf for name, leaf in after.items() if name in given and leaf is not given[name]}
     counts = all(jnp.issubdtype(jnp.result_type(leaf), jnp.integer) for leaf in changed.values())
     return list(changed) if counts else []
 
