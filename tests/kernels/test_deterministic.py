@@ -46,6 +46,13 @@ def small_steps(monkeypatch):
     monkeypatch.setattr(tuning, "decode_plan", lambda *_: plan)
 
 
+@pytest.fixture(autouse=True)
+def products_by_line(monkeypatch):
+    """The GPU's interpreter multiplies by `np.matmul`, where a line's last bits go by its place among the others, which
+    they do on no chip."""
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("mk,kn->mn", a.astype(dtype), b.astype(dtype)))
+
+
 @functools.cache
 def rows_of(backend, step):
     """Each row's table, length, count and queries; and the pool. In NumPy: what is done to them compiles nothing."""
