@@ -15,9 +15,9 @@ from jaxkv.models.config import DecoderConfig
 MOST_NAMES = 10  # in an error
 # Fields that transformers writes everywhere and that do not change a decoder's computation: not worth a warning.
 HARMLESS = {
-    "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha",
-    "cache_implementation", "chunk_size_feed_forward", "dtype", "embd_pdrop",
-    "id2label", "initializer_range", "is_decoder", "label2id", "num_logits_to_keep", "output_attentions",
+    "_name_or_path", "_pad_token_id", "_sliding_window_pattern", "architectures", "attention_dropout", "auto_map",
+    "aux_loss_alpha", "cache_implementation", "chunk_size_feed_forward", "dtype", "embd_pdrop", "id2label",
+    "ignore_index", "initializer_range", "is_decoder", "label2id", "num_logits_to_keep", "output_attentions",
     "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
     "resid_pdrop", "residual_dropout", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "torch_dtype",
     "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",

@@ -239,6 +239,53 @@ FIXTURES |= {
         vision_config=NO_TOWER | dict(model_type="pixtral", head_dim=4, image_size=8, patch_size=4),
     ),
 }  # fmt: skip
+# Around text models of other families, with their positions in time, height and width.
+GRID = dict(rope_type="default", rope_theta=500.0, mrope_section=[2, 3, 3])
+NO_EYES = dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, patch_size=4, out_hidden_size=32)
+FIXTURES |= {
+    "qwen2_5_vl": transformers.Qwen2_5_VLConfig(
+        text_config=NARROW | dict(num_hidden_layers=3, use_sliding_window=True, sliding_window=7, max_window_layers=1,
+                                  rope_parameters=GRID | dict(mrope_section=[1, 2, 1])),
+        vision_config=NO_EYES | dict(fullatt_block_indexes=[0]),
+    ),
+    "qwen3_vl": transformers.Qwen3VLConfig(
+        text_config=TINY | dict(rope_parameters=GRID | dict(mrope_interleaved=True)), tie_word_embeddings=True,
+        vision_config=NO_EYES | dict(num_position_embeddings=4, deepstack_visual_indexes=[0]),
+    ),
+    "qwen3_vl_moe": transformers.Qwen3VLMoeConfig(
+        text_config=TINY | dict(rope_parameters=GRID | dict(mrope_interleaved=True), moe_intermediate_size=24,
+                                num_experts=6, num_experts_per_tok=3, mlp_only_layers=[0]),
+        vision_config=NO_EYES | dict(num_position_embeddings=4, deepstack_visual_indexes=[0]),
+    ),
+    "glm4v": transformers.Glm4vConfig(
+        text_config=NARROW | dict(rope_parameters=GRID | dict(partial_rotary_factor=0.5, mrope_section=[1, 1, 0])),
+        vision_config=NO_EYES | dict(image_size=8),
+    ),
+    "glm4v_moe": transformers.Glm4vMoeConfig(
+        text_config=TINY | dict(
+            rope_parameters=GRID | dict(partial_rotary_factor=0.5, mrope_section=[1, 2, 1]), moe_intermediate_size=16,
+            n_routed_experts=6, num_experts_per_tok=2, n_group=3, topk_group=2, n_shared_experts=1,
+            first_k_dense_replace=1, routed_scaling_factor=1.5,
+        ),
+        vision_config=NO_EYES | dict(image_size=8),
+    ),
+    "kimi_k25": transformers.Kimi_K25Config(
+        text_config=transformers.DeepseekV3Config(
+            **LATENT | dict(n_group=1, topk_group=1, num_hidden_layers=2), q_lora_rank=12, n_shared_experts=1,
+            routed_scaling_factor=2.8, num_nextn_predict_layers=0, rope_parameters=YARN | dict(mscale=1.5),
+        ),
+        vision_config=NO_TOWER | dict(patch_size=4, pos_emb_height=2, pos_emb_width=2), projection_hidden_size=8,
+        tie_word_embeddings=False,
+    ),
+    "llava": transformers.LlavaConfig(
+        text_config=transformers.MistralConfig(**TINY, sliding_window=6), image_token_index=0,
+        vision_config=NO_TOWER | dict(model_type="clip_vision_model", image_size=8, patch_size=4, projection_dim=8),
+    ),
+    "smolvlm": transformers.SmolVLMConfig(
+        text_config=NARROW | dict(model_type="llama"), image_token_id=0,
+        vision_config=NO_TOWER | dict(image_size=8, patch_size=4),
+    ),
+}  # fmt: skip
 # Models for text and images, and their classes.
 NESTED = {
     "gemma3_nested": transformers.Gemma3ForConditionalGeneration,
@@ -246,4 +293,12 @@ NESTED = {
     "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
     "gemma4": transformers.Gemma4ForConditionalGeneration,
     "mistral4": transformers.Mistral3ForConditionalGeneration,
+    "qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration,
+    "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
+    "qwen3_vl_moe": transformers.Qwen3VLMoeForConditionalGeneration,
+    "glm4v": transformers.Glm4vForConditionalGeneration,
+    "glm4v_moe": transformers.Glm4vMoeForConditionalGeneration,
+    "kimi_k25": transformers.Kimi_K25ForConditionalGeneration,
+    "llava": transformers.LlavaForConditionalGeneration,
+    "smolvlm": transformers.SmolVLMForConditionalGeneration,
 }

@@ -10,6 +10,7 @@ gemma3_nested, were made with torch 2.15.0; mixtral, qwen2_yarn and those after 
 import json
 import math
 import pathlib
+import re
 import sys
 
 import numpy as np
@@ -41,6 +42,9 @@ HYBRID = [
     "falcon_h1",
 ]
 SEEDS |= {name: 200 + i for i, name in enumerate(HYBRID)}
+WRAPPERS = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe", "kimi_k25", "llava", "smolvlm"]
+SEEDS |= {name: 300 + i for i, name in enumerate(WRAPPERS)} | {"qwen3_vl": 311, "llava": 315}
+FLAT = "qwen2_5_vl"  # whose text model's fields were in the outer config before
 OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
 FP8_BLOCK = 16  # DeepSeek publishes blocks of 128
 SHARDED = "qwen3"
@@ -198,6 +202,40 @@ OLD_FORMS = {
                                   mrope_section=[1, 1, 0], mrope_interleaved=True)),
     ),
     "qwen2_moe": (["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, max_window_layers=21)),
+    "qwen2_5_vl": (
+        ["rope_parameters", "layer_types", "model_type"],
+        dict(rope_theta=500.0, rope_scaling=dict(type="mrope", mrope_section=[1, 2, 1])),
+    ),
+    "qwen3_vl": (
+        ["rope_parameters"],
+        dict(rope_theta=500.0,
+             rope_scaling=dict(rope_type="default", mrope_section=[2, 3, 3], mrope_interleaved=True)),
+    ),
+    "qwen3_vl_moe": (
+        ["rope_parameters"],
+        dict(rope_theta=500.0, decoder_sparse_step=1, norm_topk_prob=True,
+             rope_scaling=dict(rope_type="default", mrope_section=[2, 3, 3], mrope_interleaved=True)),
+    ),
+    "glm4v": (
+        ["rope_parameters"],
+        dict(rope_theta=500.0, partial_rotary_factor=0.5, attention_bias=True,
+             rope_scaling=dict(rope_type="default", mrope_section=[1, 1, 0])),
+    ),
+    "glm4v_moe": (
+        ["rope_parameters"],
+        dict(rope_theta=500.0, partial_rotary_factor=0.5, use_qk_norm=False, image_token_id=0,
+             rope_scaling=dict(rope_type="default", mrope_section=[1, 2, 1])),
+    ),
+    "kimi_k25": (
+        ["rope_parameters", "head_dim", "qk_head_dim", "rope_interleave"],
+        dict(model_type="kimi_k2", rope_theta=500.0, rope_scaling=OLD_YARN | dict(type="yarn", mscale=1.5),
+             aux_loss_alpha=0.001, ep_size=1, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc"),
+    ),
+    "llava": (["rope_parameters"], dict(rope_theta=10_000.0)),
+    "smolvlm": (
+        ["rope_parameters"],
+        dict(rope_theta=10_000.0, pixel_shuffle_factor=4),
+    ),
 }  # fmt: skip
 
 
@@ -276,6 +314,10 @@ def make(name: str, config: transformers.PreTrainedConfig) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
     if name in ("deepseek_v3", "gpt_oss"):
         publish(name, model, folder)
+    if name == "kimi_k25":  # transformers writes its text model's layers as blocks, as are those of its tower
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        tensors = {re.sub(r"(language_model\.model)\.blocks", r"\1.layers", key): x for key, x in tensors.items()}
+        safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
     random = np.random.default_rng(seed)
     prompts = [random.integers(2, VOCAB, length).tolist() for length in PROMPT_LENGTHS]
@@ -298,7 +340,10 @@ def make(name: str, config: transformers.PreTrainedConfig) -> None:
     fields = json.loads((folder / "config.json").read_text())
     inner = fields.get("text_config", fields)
     old = {key: value for key, value in inner.items() if key not in left_out} | put_in
-    old = fields | {"text_config": old} if "text_config" in fields else old
+    if name == FLAT:
+        old = {key: value for key, value in fields.items() if key != "text_config"} | old
+    elif "text_config" in fields:
+        old = fields | {"text_config": old}
     (folder / "config_old.json").write_text(json.dumps(old, indent=2) + "\n")
 
 

@@ -42,6 +42,7 @@ from jaxkv.models.families.prenorm import (
     seed_oss,
     smollm3,
 )
+from jaxkv.models.families.vision_language import make_wrappers
 
 FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,
@@ -93,3 +94,4 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": nemotron_h.FAMILY,
     "falcon_h1": falcon_h1.FAMILY,
 }
+FAMILIES |= make_wrappers(FAMILIES)

@@ -3,12 +3,17 @@
 A softmax over all experts chooses; the chosen weights are divided by their sum if `norm_topk_prob` is on.
 """
 
+import re
 from typing import Any
+
+import numpy as np
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.family import Family, read_uniform, render_uniform
 from jaxkv.models.families.prenorm.qwen2 import read_switched_windows, render_switched_windows
+
+FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 
 def parse(fields: Fields) -> DecoderConfig:
@@ -54,6 +59,26 @@ def render(config: DecoderConfig) -> dict[str, Any]:
     return fields | {
         "num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token,
         "moe_intermediate_size": config.experts.mlp_dim, "norm_topk_prob": config.experts.normalise,
+    }  # fmt: skip
+
+
+def split_experts(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tensors of each expert for those that hold all of a layer, `[experts, outputs, inputs]` or
+    `[experts, inputs, outputs]`, as the two of a layer show together."""
+    return {own: x for name, tensor in tensors.items() for own, x in _split(name, tensor, tensors).items()}
+
+
+def _split(name: str, tensor: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    if (found := FUSED.fullmatch(name)) is None or tensor.ndim != 3 or len(tensor) > MOST_HEADS:
+        return {name: tensor}
+    kinds = ("down",) if found[2] == "down" else ("gate", "up")
+    up, down = (getattr(tensors.get(f"{found[1]}.{kind}_proj"), "shape", ()) for kind in ("gate_up", "down"))
+    if len(up) == len(down) == 3 and (up[1], up[2]) == (down[2], 2 * down[1]):
+        tensor = np.swapaxes(tensor, 1, 2)
+    size = tensor.shape[1] // len(kinds)
+    return {
+        f"{found[1]}.{i}.{kind}_proj.weight": tensor[i, n * size : (n + 1) * size]
+        for i in range(len(tensor)) for n, kind in enumerate(kinds)
     }  # fmt: skip
 
 

@@ -5,17 +5,16 @@ text's token are the same, so that `mrope_section` changes nothing. Multi-token 
 without an output gate, and states of another dtype than float32.
 """
 
-import re
-from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.models.config import DecoderConfig
-from jaxkv.models.config_fields import MOST_HEADS, Fields
+from jaxkv.models.config_fields import Fields
 from jaxkv.models.families.experts.qwen2_moe import TENSORS as EXPERTS
+from jaxkv.models.families.experts.qwen3_moe import split_experts
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.hybrid.qwen3_next import name_tensor, read_experts, read_qwen_next, render_qwen_next
 from jaxkv.models.families.hybrid_common import GATED_ATTENTION, delta_names, qkv_sizes, rows
-from jaxkv.models.families.nested import make_nested
+from jaxkv.models.families.nested import drop_grid_positions, make_nested
 
 TENSORS: dict[str, Any] = EXPERTS | GATED_ATTENTION | delta_names("linear_attn") | {
     f"mixer.{name}": rows("linear_attn.in_proj_qkv.weight", qkv_sizes, i)
@@ -25,7 +24,6 @@ TENSORS: dict[str, Any] = EXPERTS | GATED_ATTENTION | delta_names("linear_attn")
     "mixer.beta": "linear_attn.in_proj_b.weight",
     "mixer.decay": "linear_attn.in_proj_a.weight",
 }  # fmt: skip
-FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 MUST_BE = (("attn_output_gate", True), ("mamba_ssm_dtype", "float32"), ("output_gate_type", "swish"))
 MOE_MUST_BE: dict[str, Any] = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 PREDICTION = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
@@ -48,26 +46,8 @@ def _read(fields: Fields, **defaults: int) -> dict[str, Any]:
         fields.must_be(name, allowed)
     for name in PREDICTION:
         fields.take(name, None)
-    for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(written := fields.left.get(name), Mapping):
-            fields.left[name] = {key: x for key, x in written.items() if not str(key).startswith("mrope_")}
+    fields.left = {name: drop_grid_positions(name, x) for name, x in fields.left.items()}
     return read_qwen_next(fields, **defaults)
-
-
-def repack(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of each expert for those that hold all of a layer, `[experts, outputs, inputs]`."""
-    return {own: x for name, tensor in tensors.items() for own, x in _split(name, tensor).items()}
-
-
-def _split(name: str, tensor: Any) -> dict[str, Any]:
-    if (found := FUSED.fullmatch(name)) is None or tensor.ndim != 3 or len(tensor) > MOST_HEADS:
-        return {name: tensor}
-    kinds = ("down",) if found[2] == "down" else ("gate", "up")
-    size = tensor.shape[1] // len(kinds)
-    return {
-        f"{found[1]}.{i}.{kind}_proj.weight": tensor[i, n * size : (n + 1) * size]
-        for i in range(len(tensor)) for n, kind in enumerate(kinds)
-    }  # fmt: skip
 
 
 FAMILY = Family(
@@ -76,7 +56,7 @@ FAMILY = Family(
 )  # fmt: skip
 MOE_FAMILY = Family(
     parse=parse_moe, render=render_qwen_next, architectures=("Qwen3_5MoeForCausalLM",), tensors=TENSORS,
-    name_tensor=name_tensor, repack=repack,
+    name_tensor=name_tensor, repack=split_experts,
 )  # fmt: skip
 NESTED_FAMILY = make_nested({"qwen3_5_text": FAMILY}, "Qwen3_5ForConditionalGeneration")
 NESTED_MOE_FAMILY = make_nested({"qwen3_5_moe_text": MOE_FAMILY}, "Qwen3_5MoeForConditionalGeneration")
