@@ -41,9 +41,10 @@ def _any_text(first: str) -> dict[str, str]:
 
 def _read_glm_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the width of heads too, which GLM 4 alone has as a number."""
-    sizes = [fields.get(name) for name in ("hidden_size", "num_attention_heads")]
-    known = all(type(size) is int and size > 0 for size in sizes)
-    return EPS | ({"head_dim": sizes[0] // sizes[1]} if known else {})
+    width, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
+    if not isinstance(width, int) or not isinstance(heads, int) or heads < 1:
+        return EPS
+    return EPS | {"head_dim": width // heads}
 
 
 EPS = {"rms_norm_eps": 1e-5}

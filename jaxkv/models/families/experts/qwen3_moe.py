@@ -72,8 +72,9 @@ def _split(name: str, tensor: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     if (found := FUSED.fullmatch(name)) is None or tensor.ndim != 3 or len(tensor) > MOST_HEADS:
         return {name: tensor}
     kinds = ("down",) if found[2] == "down" else ("gate", "up")
-    up, down = (getattr(tensors.get(f"{found[1]}.{kind}_proj"), "shape", ()) for kind in ("gate_up", "down"))
-    if len(up) == len(down) == 3 and (up[1], up[2]) == (down[2], 2 * down[1]):
+    stored = [tensors.get(f"{found[1]}.{kind}_proj") for kind in ("gate_up", "down")]
+    up, down = [list(x.shape[1:]) if x is not None else [] for x in stored]
+    if len(down) == 2 and up == [down[1], 2 * down[0]]:
         tensor = np.swapaxes(tensor, 1, 2)
     size = tensor.shape[1] // len(kinds)
     return {
