@@ -143,6 +143,17 @@ def test_numbers_go_with_a_saved_engine(tmp_path):
         assert request.tokens == expected(prompt, n, **args)
 
 
+def test_numbers_of_a_saved_engine_are_for_a_hook(tmp_path):
+    engine = jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook)
+    for args in (None, *ASKED):
+        engine.submit(PROMPTS[0], 10, eos=STOP, hook_args=args)
+    engine.save(tmp_path / "engine")
+    other = jaxkv.Engine(Checksum(WINDOWS), **ROOM)
+    with pytest.raises(jaxkv.CacheFileError, match=r"Request 1 .* cannot go on here: its hook_args .*logits_hook="):
+        other.load(tmp_path / "engine")
+    assert other.is_idle and other.submit(PROMPTS[0], 4).result() == continuation(WINDOWS, PROMPTS[0], 4, None)
+
+
 def sum_up(tokens):
     return sum((place + 3) * (token + 1) for place, token in enumerate(tokens)) % VOCAB
 

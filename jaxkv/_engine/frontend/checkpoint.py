@@ -174,6 +174,8 @@ class Resumable(Closable):
     def _problem(self, request: Request) -> str | None:
         if request.done:
             return None
+        if request.params.hook_args is not None and not self._reader.has_hook:
+            return "its hook_args are for a logits_hook, and this Engine has none: make it with logits_hook="
         length, most = len(request.prompt) + request.limit, self._reader.most_tokens
         if length > most:
             return f"it is to reach {length} tokens, and max_seq_len = {most}: raise max_seq_len"
