@@ -252,16 +252,25 @@ def test_a_draft_for_states_in_a_scan_is_refused():
         jaxkv.Engine(model, draft="ngram", **TIGHT)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Wide:
+    """Gives logits to so many tokens, and no config that says so; with none it fails."""
+
+    size: int
+    layer_configs, dtype = (jaxkv.LayerConfig(num_kv_heads=1, head_dim=1),), "float32"
+
+    def __call__(self, tokens, *, cache, logits_at):
+        if not self.size:
+            raise RuntimeError("no such table")
+        k = jnp.zeros((*tokens.shape, 1, 1))
+        return jnp.zeros((len(logits_at), self.size)), jaxkv.write(cache, k, k, layer=0)
+
+
 def test_a_draft_with_another_vocabulary_is_refused():
-    @jax.tree_util.register_static
-    class Named:
-        layer_configs, dtype = Biased((0.0,)).layer_configs, "float32"
-
-        def __init__(self, vocab_size):
-            self.config = type("Config", (), {"vocab_size": vocab_size, "max_seq_len": 64})()
-
-        def __call__(self, tokens, *, cache, logits_at):
-            raise AssertionError
-
+    fields = dict(max_seqs=1, max_seq_len=64, num_blocks=4)
     with pytest.raises(ValueError, match="draft has a vocabulary of 7 tokens, but the model one of 5"):
-        jaxkv.Engine(Named(5), draft=Named(7), max_seqs=1, num_blocks=4)
+        jaxkv.Engine(Wide(5), draft=Wide(7), **fields)
+    jaxkv.Engine(Wide(5), draft=Wide(5), **fields)
+    with pytest.raises(ValueError, match=r"draft cannot guess tokens: The model fails .*no such table"):
+        jaxkv.Engine(Wide(5), draft=Wide(0), **fields)

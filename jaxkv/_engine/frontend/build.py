@@ -95,7 +95,13 @@ class CoreOptions:
 
 
 def make_cores(
-    models: list[Any], config: CacheConfig, options: CoreOptions, *, draft: Any, prefill: Any
+    models: list[Any],
+    config: CacheConfig,
+    options: CoreOptions,
+    *,
+    draft: Any,
+    prefill: Any,
+    vocab_size: int | None,
 ) -> list[EngineCore]:
     """Makes a core for each shard of a model; `config` is that of each shard's cache. Raises ValueError."""
     count, disk, snapshot_bytes = len(models), options.disk, options.snapshot_bytes
@@ -105,8 +111,9 @@ def make_cores(
     drafts, prefills = _split_by_shard("draft", draft, count), _split_by_shard("prefill", prefill, count)
     guesses, deterministic = (options.draft_tokens, options.draft_branches), options.deterministic
     sizes = (options.step_tokens, options.long_prefill_tokens)
+    drafters = [make_drafter(own, config, options.step_tokens, *guesses, vocab_size) for own in drafts]
     cores = []
-    for model, own_draft, own_prefill in zip(models, drafts, prefills, strict=True):
+    for model, drafter, own_prefill in zip(models, drafters, prefills, strict=True):
         own_prefix = make_prefix(
             model, config, options.prefix_cache, spill_bytes, disk, options.disk_bytes, snapshot_bytes
         )
@@ -122,7 +129,6 @@ def make_cores(
         runner = ModelRunner(
             model, cache_manager, options.hook, options.step_tokens, *guesses, options.hook_args, deterministic
         )
-        drafter = make_drafter(own_draft, config, options.step_tokens, *guesses)
         apart: Prefill | RemotePrefill | None = None
         if isinstance(own_prefill, str):
             apart = RemotePrefill(own_prefill, config, fingerprint(model))

@@ -188,7 +188,7 @@ class Engine(Servable, Resumable, Updatable):
         deterministic = read_deterministic(deterministic, model, None if isinstance(prefill, str) else prefill)
         keepers = (logits_hook, prefill, evict, None if draft == "ngram" else draft)
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
-        check_shapes(models[0], config, is_divided=mesh is not None)
+        logits_size = check_shapes(models[0], config, is_divided=mesh is not None)
         self.config = join_config(config, len(models))
         options = CoreOptions(
             step_tokens=self.step_tokens,
@@ -208,7 +208,7 @@ class Engine(Servable, Resumable, Updatable):
             disk_bytes=disk_bytes,
             snapshot_bytes=snapshot_bytes,
         )
-        self._cores = make_cores(models, config, options, draft=draft, prefill=prefill)
+        self._cores = make_cores(models, config, options, draft=draft, prefill=prefill, vocab_size=logits_size)
         self._core = DataParallelCores(self._cores, model, self.config) if len(models) > 1 else self._cores[0]
         self._turn, outer_args = EngineLock(), known_args  # of the requests that are submitted
         if processes:

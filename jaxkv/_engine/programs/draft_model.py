@@ -21,6 +21,7 @@ from jaxkv._core.state.interrupts import Soundness
 from jaxkv._core.state.multihost import find_shared_placement
 from jaxkv._core.state.sharding import share
 from jaxkv._engine.programs.cache_program import cache_program
+from jaxkv._engine.programs.model import check_shapes
 from jaxkv._engine.programs.step import logits_at
 from jaxkv._engine.requests.drafters import Drafter, DraftTokens, NGramDrafter
 from jaxkv._engine.requests.sampling import FIELDS, KINDS, Kind, Sampling, choose
@@ -168,15 +169,28 @@ class ModelDrafter:
         return chosen
 
 
-def make_drafter(draft: Any, config: CacheConfig, step_tokens: int, count: int, branches: int) -> Drafter | None:
-    """Makes the drafter of an engine with a cache like this; `draft` has been checked."""
+def make_drafter(
+    draft: Any, config: CacheConfig, step_tokens: int, count: int, branches: int, vocab_size: int | None
+) -> Drafter | None:
+    """Makes the drafter of an engine with a cache like this, whose model has so many tokens. Raises ValueError for a
+    draft model that fails, or has other tokens."""
     if draft is None:
         return None
     if isinstance(draft, str):
         return NGramDrafter(branches)
-    return ModelDrafter(
+    made = ModelDrafter(
         draft, max_seqs=config.max_seqs, max_seq_len=config.max_seq_len, step_tokens=step_tokens, count=count
     )
+    try:
+        theirs = check_shapes(draft, made.config, is_divided=made.mesh is not None)
+    except ValueError as error:
+        raise ValueError(f"draft cannot guess tokens: {error}") from error
+    if None not in (theirs, vocab_size) and theirs != vocab_size:
+        raise ValueError(
+            f"draft has a vocabulary of {theirs} tokens, but the model one of {vocab_size}: a token must mean the same "
+            "to both."
+        )
+    return made
 
 
 def _common(known: list[int], tokens: list[int]) -> int:

@@ -135,8 +135,9 @@ def _is_linen(model: Any) -> bool:
     return any(cls.__module__.startswith("flax.linen.") for cls in type(model).__mro__)
 
 
-def check_shapes(model: Any, config: CacheConfig, *, is_divided: bool = False) -> None:
-    """Traces a model on packed and on padded tokens, without computing, and checks what it returns.
+def check_shapes(model: Any, config: CacheConfig, *, is_divided: bool = False) -> int | None:
+    """Traces a model on packed and on padded tokens, without computing, checks what it returns, and returns the size of
+    its vocabulary, or None if that is not known.
 
     Args:
       is_divided: the model lies on a mesh. It may fail where it is traced without one, and is not refused for that.
@@ -145,7 +146,7 @@ def check_shapes(model: Any, config: CacheConfig, *, is_divided: bool = False) -
       ValueError: the model fails, or returns what an engine cannot use; one sentence, and the page to read.
     """
     if vars(type(model)).get("IS_CHECKED", False):
-        return
+        return model.config.vocab_size
     leaves, structure = jax.tree.flatten(model)
     leaves = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in leaves]
     rows = config.max_seqs
@@ -158,6 +159,7 @@ def check_shapes(model: Any, config: CacheConfig, *, is_divided: bool = False) -
             f"The model gives {vocab[0]} logits to a packed token and {vocab[1]} to a padded one: both must be the "
             f"size of its vocabulary. {PAGE}"
         )
+    return vocab[0]
 
 
 def _check_call(
