@@ -6,13 +6,10 @@ line below; new decoder features become named options in `jaxkv.models.config`. 
 """
 
 from jaxkv.models.families.experts import (
-    deepseek,
-    deepseek_sparse,
     glm4_moe,
     gpt_oss,
     llama4,
     minimax_m2,
-    mistral4,
     mixtral,
     qwen2_moe,
     qwen3_moe,
@@ -28,6 +25,7 @@ from jaxkv.models.families.hybrid import (
     qwen3_5,
     qwen3_next,
 )
+from jaxkv.models.families.latent import deepseek, deepseek_sparse, mistral4
 from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, gemma3n, gemma4, glm4, olmo2, olmo3
 from jaxkv.models.families.prenorm import (
     ernie4_5,

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
-from jaxkv.models.families.experts.deepseek import name_tensor
+from jaxkv.models.families.latent.deepseek import name_tensor
 from jaxkv.models.families.family import Family, make_experts, read_common, read_num_layers, render_common
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, Fields
-from jaxkv.models.families.experts.deepseek import read_latent, render_latent
+from jaxkv.models.families.latent.deepseek import read_latent, render_latent
 from jaxkv.models.families.family import (
     Family,
     Section,
