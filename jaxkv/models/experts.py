@@ -51,6 +51,7 @@ class Experts(nnx.Module):
         beside, self.decoder = experts.beside_mlp, config
         self.norm, self.router_norm = (norm_weight(config, embed_dim, dtype) if beside else None for _ in range(2))
         self.weight_scale = nnx.Param(jnp.ones((count,), dtype)) if beside else None
+        self.post_norm = norm_weight(config, embed_dim, dtype) if experts.post_norm else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., M]` to `[..., M]`."""
@@ -61,7 +62,8 @@ class Experts(nnx.Module):
         else:
             y, is_complete = self._mix_on_devices(tokens, mesh), self.shared is None or self._divides_shared(mesh)
         y = y.astype(x.dtype).reshape(x.shape)
-        return y if is_complete else y + self._gated_shared(x)
+        y = y if is_complete else y + self._gated_shared(x)
+        return y if self.post_norm is None else rms_norm(y, self.post_norm, self.decoder)
 
     def _gated_shared(self, x: jax.Array) -> jax.Array:
         """Computes the MLP of all tokens, times its gate where it has one."""

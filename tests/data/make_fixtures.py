@@ -13,6 +13,7 @@ import pathlib
 import re
 import sys
 
+import newer_configs
 import numpy as np
 import safetensors.torch
 import torch
@@ -45,6 +46,8 @@ SEEDS |= {name: 200 + i for i, name in enumerate(HYBRID)}
 WRAPPERS = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe", "kimi_k25", "llava", "smolvlm"]
 SEEDS |= {name: 300 + i for i, name in enumerate(WRAPPERS)} | {"qwen3_vl": 311, "llava": 315}
 FLAT = "qwen2_5_vl"  # whose text model's fields were in the outer config before
+SEEDS |= {name: 400 + i for i, name in enumerate(newer_configs.FIXTURES)} | {"youtu": 501}
+FIXTURES |= newer_configs.FIXTURES
 OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
 FP8_BLOCK = 16  # DeepSeek publishes blocks of 128
 SHARDED = "qwen3"
@@ -237,6 +240,7 @@ OLD_FORMS = {
         dict(rope_theta=10_000.0, pixel_shuffle_factor=4),
     ),
 }  # fmt: skip
+OLD_FORMS |= newer_configs.OLD_FORMS
 
 
 def to_mxfp4(random: np.random.Generator, weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -296,15 +300,14 @@ def make(name: str, config: transformers.PreTrainedConfig) -> None:
     torch.manual_seed(seed)
     config._attn_implementation = "eager"  # the others leave the soft cap out
     model = (NESTED.get(name) or transformers.AutoModelForCausalLM.from_config)(config).eval()
-    biases = [
-        (name, x) for name, x in model.named_buffers() if name.endswith(("e_score_correction_bias", "layer_scalar"))
-    ]
+    kept = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+    biases = [(name, x) for name, x in model.named_buffers() if name.endswith(kept)]
     for parameter_name, parameter in [*model.named_parameters(), *biases]:
         is_norm = "norm" in parameter_name or parameter_name.endswith(("scale", "layer_scalar"))
         inputs = parameter.shape[1 if parameter.ndim == 3 and name in ("gpt_oss", "llama4") else -1]
         small = is_norm or parameter.ndim == 1 or parameter_name.endswith("bias")
         spread = 0.4 if small else 1.3 * inputs**-0.5
-        around_zero = config.model_type in ("gemma2", "gemma3", "gemma3_text") or (
+        around_zero = config.model_type in ("gemma", "gemma2", "gemma3", "gemma3_text") or (
             config.model_type.startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in parameter_name
         )
         center = 1.0 if is_norm and not around_zero else 0.0

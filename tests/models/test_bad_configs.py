@@ -56,6 +56,33 @@ OWN = {
                  "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
                  "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True},
 }  # fmt: skip
+SIGMOIDS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+            "norm_topk_prob": True, "routed_scaling_factor": 2.5}  # fmt: skip
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+          "rope_interleave": True}  # fmt: skip
+SPARSE = ["dense", "sparse", "sparse", "sparse"]
+OWN |= {
+    "ernie4_5_moe": {"moe_intermediate_size": 16, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1,
+                     "moe_layer_start_index": 1, "moe_layer_end_index": 3, "moe_layer_interval": 2,
+                     "moe_norm_min": 1e-12, "use_bias": False},
+    "glm4_moe_lite": LATENT | SIGMOIDS | {"n_routed_experts": 8, "n_shared_experts": 1, "mlp_layer_types": SPARSE},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": False},
+    "gemma": {"attention_bias": False, "hidden_act": "gelu"},
+    "dots1": SIGMOIDS | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                         "sliding_window": 16, "max_window_layers": 2, "attention_bias": False},
+    "exaone_moe": SIGMOIDS | {"num_experts": 8, "num_shared_experts": 1, "mlp_layer_types": SPARSE,
+                              "sliding_window": 16, "sliding_window_pattern": 2},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2] * 4, "attention_bias": False},
+    "solar_open": SIGMOIDS | {"n_routed_experts": 8, "n_shared_experts": 1, "attention_bias": False},
+    "hy_v3": {"num_experts": 8, "num_shared_experts": 1, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
+              "router_scaling_factor": 2.5, "mlp_layer_types": SPARSE, "attention_bias": False},
+    "youtu": LATENT | {"attention_bias": False},
+    "granitemoe": OWN["granite"] | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "arcee": {"attention_bias": False, "mlp_bias": False, "hidden_act": "relu2"},
+    "mellum": {"num_experts": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "norm_topk_prob": True,
+               "mlp_layer_types": SPARSE, "layer_types": LOCAL * 2, "sliding_window": 16, "attention_bias": False},
+    "axk1": LATENT | SIGMOIDS | {"n_routed_experts": 8, "n_shared_experts": 1, "mlp_layer_types": SPARSE},
+}  # fmt: skip
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64}  # fmt: skip
 # What of `VALUES` a field may have.
@@ -80,6 +107,10 @@ RIGHT = {
     "enable_moe_block": [True], "global_head_dim": [None], "num_global_key_value_heads": [None],
     "num_kv_shared_layers": [0], "hidden_size_per_layer_input": [None, 0], "vocab_size_per_layer_input": [10**9],
     "altup_correct_scale": [True], "activation_sparsity_pattern": [None],
+    "moe_layer_start_index": [0, 10**9], "moe_layer_end_index": [-1, 0], "moe_layer_interval": [10**9],
+    "moe_num_experts": [None], "moe_k": [None], "moe_num_shared_experts": [0, 10**9], "moe_norm_min": [0],
+    "n_routed_experts": [None], "num_shared_experts": [0, 10**9], "mlp_layer_types": [None],
+    "router_scaling_factor": [1.5, 10**9],
     "swiglu_alpha": [1.5, 10**9], "mlp_only_layers": [None, [], [1]], "decoder_sparse_step": [10**9],
 }  # fmt: skip
 
@@ -100,6 +131,36 @@ def test_a_field_of_the_wrong_kind_is_refused_by_name(family):
                 config_reader.parse(fields | {name: value}, "folder/config.json")
             assert name in str(error.value) and "folder/config.json" in str(error.value), (name, value, error.value)
             assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "sentence"),
+    [
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias = True"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min = 0.5"),
+        ("ernie4_5_moe", {"moe_gate": "sinkhorn"}, "moe_gate = 'sinkhorn'"),
+        ("ernie4_5_moe", {"moe_k": 9}, "moe_k in .* at most 8"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "conv", "sparse", "sparse"]}, "mlp_layer_types = "),
+        ("glm4_moe_lite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ("gemma", {"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("dots1", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("dots1", {"num_experts": 4}, "one number of experts"),
+        ("exaone_moe", {"is_moe_layer": [True] * 4}, "is_moe_layer = "),
+        ("exaone_moe", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern = 'LLLG'"),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 2, 2, 1]}, r"moe_topk = \[2, 2, 2, 1\]"),
+        ("hunyuan_v1_moe", {"moe_intermediate_size": 64}, "moe_intermediate_size = 64"),
+        ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert = 2"),
+        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace = 1"),
+        ("hy_v3", {"mlp_bias": True}, "mlp_bias = True"),
+        ("youtu", {"first_k_dense_replace": 1}, "n_routed_experts = 1"),
+        ("axk1", {"q_lora_rank": None}, "q_lora_rank = None"),
+    ],
+)
+def test_what_is_not_computed_is_refused(family, change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        config_reader.parse({"model_type": family} | COMMON | OWN[family] | change)
 
 
 @pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling"])

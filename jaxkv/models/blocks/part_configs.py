@@ -81,6 +81,7 @@ class ExpertsConfig:
       beside_mlp: the experts stand beside the block's MLP, not in its place. Both have a norm behind, before they are
         added up; the experts and the router have norms of their own before; and a learned factor of each expert
         multiplies its weight (Gemma 4).
+      post_norm: an RMS norm of what the experts and that MLP add up to.
       latent_dim: width of what the experts read and write, between a projection before and one behind all of them; 0:
         the residual stream's.
       limit, alpha: with a limit, gates are clipped from above and `up` to `[-limit, limit]`, and the output is
@@ -104,6 +105,7 @@ class ExpertsConfig:
     shared_dim: int = 0
     shared_gate: bool = False
     beside_mlp: bool = False
+    post_norm: bool = False
     latent_dim: int = 0
     limit: float | None = None
     alpha: float = 1.702

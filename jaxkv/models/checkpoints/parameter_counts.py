@@ -175,6 +175,7 @@ def _expert_shapes(config: DecoderConfig) -> Shapes:
         ("norm",): (width,) if experts.beside_mlp else None,
         ("router_norm",): (width,) if experts.beside_mlp else None,
         ("weight_scale",): (count,) if experts.beside_mlp else None,
+        ("post_norm",): (width,) if experts.post_norm else None,
         ("latent_down",): (latent_dim, width) if latent_dim else None,
         ("latent_up",): (width, latent_dim) if latent_dim else None,
         ("gate",): (count, inner, mlp_dim) if gated else None,

@@ -6,13 +6,19 @@ line below; new decoder features become named options in `jaxkv.models.config`. 
 """
 
 from jaxkv.models.families.experts import (
+    ernie4_5_moe,
     glm4_moe,
     gpt_oss,
+    granitemoe,
+    hunyuan_v1_moe,
+    hy_v3,
     llama4,
     minimax_m2,
     mixtral,
+    olmoe,
     qwen2_moe,
     qwen3_moe,
+    solar_open,
 )
 from jaxkv.models.families.family import Family as Family
 from jaxkv.models.families.hybrid import (
@@ -25,10 +31,12 @@ from jaxkv.models.families.hybrid import (
     qwen3_5,
     qwen3_next,
 )
-from jaxkv.models.families.latent import deepseek, deepseek_sparse, mistral4
+from jaxkv.models.families.latent import axk1, deepseek, deepseek_sparse, glm4_moe_lite, mistral4, youtu
 from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, gemma3n, gemma4, glm4, olmo2, olmo3
 from jaxkv.models.families.prenorm import (
+    arcee,
     ernie4_5,
+    gemma,
     granite,
     hunyuan_v1_dense,
     llama,
@@ -41,6 +49,7 @@ from jaxkv.models.families.prenorm import (
     smollm3,
 )
 from jaxkv.models.families.vision_language import make_wrappers
+from jaxkv.models.families.windowed import dots1, exaone_moe, mellum
 
 FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,
@@ -91,5 +100,19 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": granitemoehybrid.FAMILY,
     "nemotron_h": nemotron_h.FAMILY,
     "falcon_h1": falcon_h1.FAMILY,
+    "ernie4_5_moe": ernie4_5_moe.FAMILY,
+    "glm4_moe_lite": glm4_moe_lite.FAMILY,
+    "olmoe": olmoe.FAMILY,
+    "gemma": gemma.FAMILY,
+    "dots1": dots1.FAMILY,
+    "exaone_moe": exaone_moe.FAMILY,
+    "hunyuan_v1_moe": hunyuan_v1_moe.FAMILY,
+    "solar_open": solar_open.FAMILY,
+    "hy_v3": hy_v3.FAMILY,
+    "youtu": youtu.FAMILY,
+    "granitemoe": granitemoe.FAMILY,
+    "arcee": arcee.FAMILY,
+    "mellum": mellum.FAMILY,
+    "axk1": axk1.FAMILY,
 }
 FAMILIES |= make_wrappers(FAMILIES)

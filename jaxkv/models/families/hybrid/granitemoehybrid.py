@@ -9,7 +9,8 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, Fields
-from jaxkv.models.families.family import Family, half, make_experts, read_num_layers, render_common, transpose
+from jaxkv.models.families.experts.granitemoe import TENSORS as EXPERTS
+from jaxkv.models.families.family import Family, make_experts, read_num_layers, render_common
 from jaxkv.models.families.hybrid_common import (
     half_rows,
     kinds_of,
@@ -25,14 +26,10 @@ from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 OLD_KINDS = {"mamba": LINEAR, "attention": FULL}
 SHARED = "shared_mlp.input_linear.weight"
-TENSORS: dict[str, Any] = mamba_names("mamba") | {
+TENSORS: dict[str, Any] = mamba_names("mamba") | EXPERTS | {
     "mlp.gate": half_rows(SHARED, 0), "mlp.up": half_rows(SHARED, 1), "mlp.down": "shared_mlp.output_linear.weight",
     "experts.shared.gate": half_rows(SHARED, 0), "experts.shared.up": half_rows(SHARED, 1),
     "experts.shared.down": "shared_mlp.output_linear.weight",
-    "experts.gate": half("block_sparse_moe.input_linear.weight", 0, transposed=True),
-    "experts.up": half("block_sparse_moe.input_linear.weight", 1, transposed=True),
-    "experts.down": transpose("block_sparse_moe.output_linear.weight"),
-    "experts.router": "block_sparse_moe.router.layer.weight",
 }  # fmt: skip
 
 

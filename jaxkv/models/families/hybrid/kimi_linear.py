@@ -12,7 +12,6 @@ import numpy as np
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, Fields
-from jaxkv.models.families.latent.deepseek import read_latent, render_latent
 from jaxkv.models.families.family import (
     Family,
     Section,
@@ -23,6 +22,7 @@ from jaxkv.models.families.family import (
     render_common,
 )
 from jaxkv.models.families.hybrid_common import delta_names, join_convs, kinds_of, mix, mixer_of, read_kinds
+from jaxkv.models.families.latent.deepseek import read_latent, render_latent
 from jaxkv.models.mixers.block_config import DeltaConfig
 from jaxkv.models.rope import Rope
 

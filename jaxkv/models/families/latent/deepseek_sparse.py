@@ -9,8 +9,8 @@ from typing import Any
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv.models.config import DecoderConfig, IndexConfig
 from jaxkv.models.config_fields import MOST_DIM, MOST_HEADS, MOST_LAYERS, Fields
-from jaxkv.models.families.latent import deepseek
 from jaxkv.models.families.family import Family
+from jaxkv.models.families.latent import deepseek
 
 DEEPSEEK, GLM = "deepseek_v32", "glm_moe_dsa"
 INDEXED, DENSE, SPARSE, FULL, SHARED = "indexed_attention", "dense", "sparse", "full", "shared"

@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig, LatentConfig
 from jaxkv.models.config_fields import MOST_DIM, MOST_HEADS, Fields
-from jaxkv.models.families.latent.deepseek import read_latent, render_latent
 from jaxkv.models.families.family import Family, half, read_common, read_num_layers, render_common, transpose
+from jaxkv.models.families.latent.deepseek import read_latent, render_latent
 from jaxkv.models.families.nested import make_nested
 from jaxkv.models.families.prenorm import ministral3, mistral
 from jaxkv.models.rope_fields import render_rope

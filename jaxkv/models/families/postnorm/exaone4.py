@@ -22,28 +22,33 @@ from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 
 def parse(fields: Fields) -> DecoderConfig:
+    return DecoderConfig(**read_exaone(fields), pre_norms=False, post_norms=True)
+
+
+def read_exaone(fields: Fields) -> dict[str, Any]:
+    """Reads the fields common to EXAONE 4 and K-EXAONE, as arguments of `DecoderConfig`."""
     num_layers, common = read_num_layers(fields), read_common(fields, num_kv_heads=(32,), norm_eps=1e-5)
     window = fields.size("sliding_window", 4096, None)
     windows = read_windows(fields, _read_pattern(fields, num_layers, window), window)
     rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0)[FULL]
     still = rope if window is None else dataclasses.replace(rope, partial_rotary_factor=0.0)
-    return DecoderConfig(
-        **common, windows=windows, ropes=tuple(still if x is None else rope for x in windows), qk_norm=True,
-        pre_norms=False, post_norms=True,
-    )  # fmt: skip
+    ropes = tuple(still if x is None else rope for x in windows)
+    return common | dict(windows=windows, ropes=ropes, qk_norm=True)
 
 
 def _read_pattern(fields: Fields, num_layers: int, window: int | None) -> list[str]:
     """Returns the kinds of layers that the pattern describes."""
-    pattern = fields.take("sliding_window_pattern", 4)
     if window is None or fields.left.get("layer_types") is not None:
+        fields.take("sliding_window_pattern", None)
         return [FULL] * num_layers
-    if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
-        raise fields.refuse("sliding_window_pattern", pattern, "a number above 0, or layer_types")
+    if isinstance(written := fields.left.get("sliding_window_pattern"), str):
+        raise fields.refuse("sliding_window_pattern", written, "a number above 0, or layer_types")
+    pattern = fields.size("sliding_window_pattern", 4)
     return [SLIDING if (i + 1) % pattern else FULL for i in range(num_layers)]
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
+    """Writes what `read_exaone` reads."""
     rope = dataclasses.replace(config.ropes[0], partial_rotary_factor=1.0)
     windows = render_windows(config)
     if windows["sliding_window"] is None and config.ropes[0].partial_rotary_factor == 0:

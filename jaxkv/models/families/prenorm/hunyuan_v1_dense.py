@@ -29,6 +29,11 @@ UNUSED = (
 
 
 def parse(fields: Fields) -> DecoderConfig:
+    return DecoderConfig(**read_hunyuan(fields))
+
+
+def read_hunyuan(fields: Fields) -> dict[str, Any]:
+    """Reads the fields common to Hunyuan with and without experts, as arguments of `DecoderConfig`."""
     num_layers = read_num_layers(fields)
     common = read_common(fields, num_kv_heads=(None,), norm_eps=1e-5)
     for name, allowed in MUST_BE:
@@ -40,9 +45,9 @@ def parse(fields: Fields) -> DecoderConfig:
     theta = _read_stretched_theta(fields, common["head_dim"])
     rope = parse_ropes(fields, common["max_seq_len"], theta=theta)[FULL]
     has_bias = fields.flag("attention_bias", False)
-    return DecoderConfig(
-        **common, windows=(None,) * num_layers, ropes=(rope,) * num_layers, qk_norm=True,
-        qk_norm_over="rotated_head", qkv_bias=has_bias, out_bias=has_bias,
+    return common | dict(
+        windows=(None,) * num_layers, ropes=(rope,) * num_layers, qk_norm=True, qk_norm_over="rotated_head",
+        qkv_bias=has_bias, out_bias=has_bias,
     )  # fmt: skip
 
 

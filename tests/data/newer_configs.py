@@ -1,0 +1,120 @@
+"""More configs of tiny checkpoints, as `fixture_configs`, and how older or published files describe the same."""
+
+import transformers
+from fixture_configs import LATENT, LLAMA3_SCALING, NARROW, TINY, YARN
+
+PLAIN = dict(rope_type="default", rope_theta=500.0)
+# The two rotary embeddings of layers with a window and of those without.
+LOCAL = dict(full_attention=YARN | dict(attention_factor=1.25),
+             sliding_attention=dict(rope_type="default", rope_theta=100.0))  # fmt: skip
+SLIDING_LAST = ["full_attention", "sliding_attention"]
+ROUTED = dict(moe_intermediate_size=16, num_experts_per_tok=2, n_group=3, topk_group=2, routed_scaling_factor=1.5)
+UNTIED = dict(tie_word_embeddings=False)
+KIN = {name: value for name, value in LATENT.items() if name != "first_k_dense_replace"}
+NO_WIDTH = {name: value for name, value in TINY.items() if name != "intermediate_size"}
+
+FIXTURES = {
+    "ernie4_5_moe": transformers.Ernie4_5_MoeConfig(
+        **NARROW | dict(num_hidden_layers=3) | UNTIED, moe_intermediate_size=16, moe_num_experts=6, moe_k=3,
+        moe_num_shared_experts=1, moe_layer_end_index=1, rope_parameters=PLAIN,
+    ),
+    "glm4_moe_lite": transformers.Glm4MoeLiteConfig(
+        **KIN, q_lora_rank=12, routed_scaling_factor=2.5, n_shared_experts=2, pad_token_id=None,
+        mlp_layer_types=["sparse", "dense", "sparse"], rope_parameters=PLAIN,
+    ),
+    "olmoe": transformers.OlmoeConfig(
+        **NARROW | dict(intermediate_size=16), num_experts=6, num_experts_per_tok=3, norm_topk_prob=True,
+        attention_bias=True, rope_parameters=PLAIN,
+    ),
+    "gemma": transformers.GemmaConfig(**TINY | dict(hidden_size=20), attention_bias=True, rope_parameters=PLAIN),
+    "dots1": transformers.Dots1Config(
+        **TINY | ROUTED | dict(num_hidden_layers=3), n_routed_experts=6, n_shared_experts=2, norm_topk_prob=True,
+        first_k_dense_replace=1, sliding_window=6, max_window_layers=2, rope_parameters=PLAIN,
+    ),
+    "exaone_moe": transformers.ExaoneMoeConfig(
+        **TINY | ROUTED | dict(num_hidden_layers=3), num_experts=6, num_shared_experts=2, sliding_window=6,
+        sliding_window_pattern=2, mlp_layer_types=["sparse", "dense", "sparse"],
+        rope_parameters=dict(rope_type="llama3", rope_theta=500.0, **LLAMA3_SCALING),
+    ),
+    "hunyuan_v1_moe": transformers.HunYuanMoEV1Config(
+        **TINY | dict(intermediate_size=16), num_experts=6, moe_topk=3, attention_bias=True,
+        rope_parameters=dict(rope_type="dynamic", rope_theta=100.0, alpha=20.0, factor=1.0),
+    ),
+    "solar_open": transformers.SolarOpenConfig(
+        **NO_WIDTH | ROUTED, n_routed_experts=6, n_shared_experts=2, attention_bias=True, norm_topk_prob=False,
+        rope_parameters=YARN | dict(partial_rotary_factor=1.0),
+    ),
+    "hy_v3": transformers.HYV3Config(
+        **TINY, num_experts=6, num_experts_per_tok=2, num_shared_experts=2, moe_intermediate_size=16,
+        router_scaling_factor=1.5, attention_bias=True, mlp_layer_types=["sparse", "dense"], rope_parameters=PLAIN,
+    ),
+    "youtu": transformers.YoutuConfig(
+        **{name: LATENT[name] for name in LATENT if name in {
+            *TINY, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rms_norm_eps"}} | UNTIED,
+        q_lora_rank=None, rope_interleave=False, rope_parameters=YARN | dict(mscale=1.5, mscale_all_dim=0.8),
+    ),
+    "granitemoe": transformers.GraniteMoeConfig(
+        **NARROW | dict(intermediate_size=16), attention_multiplier=0.3, embedding_multiplier=2.0,
+        residual_multiplier=0.6, logits_scaling=3.0, num_local_experts=6, num_experts_per_tok=3, attention_bias=True,
+    ),
+    "arcee": transformers.ArceeConfig(**TINY, attention_bias=True, mlp_bias=True, rope_parameters=YARN),
+    "mellum": transformers.MellumConfig(
+        **TINY | dict(num_hidden_layers=3), moe_intermediate_size=16, num_experts=6, num_experts_per_tok=3,
+        norm_topk_prob=False, layer_types=["sliding_attention", *SLIDING_LAST], sliding_window=6, attention_bias=True,
+        mlp_layer_types=["sparse", "dense", "sparse"], rope_parameters=LOCAL,
+    ),
+    "axk1": transformers.AXK1Config(
+        **KIN, q_lora_rank=12, n_shared_experts=2, mlp_layer_types=["sparse", "dense", "sparse"], pad_token_id=None,
+        norm_topk_prob=False, rope_parameters=YARN | dict(mscale=1.5, mscale_all_dim=0.8),
+    ),
+}  # fmt: skip
+OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")} | {"type": "yarn"}
+SIGMOIDS = dict(scoring_func="sigmoid", topk_method="noaux_tc")
+# Fields left out, fields put in.
+OLD_FORMS = {
+    "ernie4_5_moe": (
+        ["rope_parameters", "moe_norm_min"],
+        dict(rope_theta=500.0, moe_capacity=[6, 6, 6], moe_gate="topk", moe_use_aux_free=True, use_bias=False,
+             num_nextn_predict_layers=1, moe_layer_start_index=1, moe_layer_end_index=1),
+    ),
+    "glm4_moe_lite": (
+        ["rope_parameters", "qk_head_dim"],
+        dict(rope_theta=500.0, rope_scaling=None, partial_rotary_factor=1.0, num_nextn_predict_layers=1,
+             first_k_dense_replace=1, **SIGMOIDS),
+    ),
+    "olmoe": (["rope_parameters"], dict(rope_theta=500.0, rope_scaling=None, clip_qkv=None)),
+    "gemma": (["rope_parameters"], dict(rope_theta=500.0, hidden_act="gelu", hidden_activation=None)),
+    "dots1": (
+        ["rope_parameters", "layer_types"], dict(rope_theta=500.0, rope_scaling=None, moe_layer_freq=1, ep_size=1,
+                                                 use_sliding_window=False, **SIGMOIDS),
+    ),
+    "exaone_moe": (
+        ["rope_parameters", "layer_types"],
+        dict(rope_theta=500.0, rope_scaling=dict(rope_type="llama3", **LLAMA3_SCALING), num_nextn_predict_layers=1,
+             is_moe_layer=[True, False, True], **SIGMOIDS),
+    ),
+    "hunyuan_v1_moe": (
+        ["rope_parameters", "num_experts", "moe_topk"],
+        dict(rope_theta=100.0, use_qk_norm=True, use_cla=False, attention_head_dim=16, norm_type="rms", num_experts=6,
+             moe_topk=[3, 3], num_shared_expert=[1, 1], moe_intermediate_size=[16, 16], use_mixed_mlp_moe=True,
+             moe_layer_num_skipped=0, use_mla=False, group_limited_greedy=False,
+             rope_scaling=dict(type="dynamic", alpha=20.0, factor=1.0, beta_fast=32, beta_slow=1)),
+    ),
+    "solar_open": (
+        ["rope_parameters"], dict(rope_theta=500.0, rope_scaling=OLD_YARN, partial_rotary_factor=1.0,
+                                  first_k_dense_replace=0, **SIGMOIDS),
+    ),
+    "hy_v3": (["rope_parameters"], dict(rope_theta=500.0, rope_scaling=None, num_nextn_predict_layers=1, qk_norm=True)),
+    "youtu": (
+        ["rope_parameters", "qk_head_dim"],
+        dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(mscale=1.5, mscale_all_dim=0.8), mlp_bias=False),
+    ),
+    "granitemoe": (["rope_parameters"], dict(rope_theta=10_000.0, rope_scaling=None)),
+    "arcee": (["rope_parameters"], dict(rope_theta=500.0, rope_scaling=OLD_YARN)),
+    "mellum": ([], dict(num_nextn_predict_layers=1, mtp_layer_types=["sliding_attention"],
+                        mtp_mlp_layer_types=["sparse"])),
+    "axk1": (
+        ["rope_parameters", "qk_head_dim", "head_dim", "rope_interleave"],
+        dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(mscale=1.5, mscale_all_dim=0.8), ep_size=1, **SIGMOIDS),
+    ),
+}  # fmt: skip
