@@ -21,7 +21,7 @@ from gpu_timing import Contender
 from gpu_work import Model, Point, Rivals, inputs
 
 from pallas_kernels import gpu, testing, xla
-from pallas_kernels.xla import work_list
+from pallas_kernels.xla import tile_sizes
 
 MOST_COPIED = 10e9  # bytes of K and V that others get in a layout of their own
 MOST_IN_XLA = 3e9  # bytes of K and V of a step that XLA takes some milliseconds for
@@ -57,7 +57,7 @@ def compile_calls(attend: Callable, count: int, q, pools, *rest):
 
 def attend_in_xla(*arrays, gpu_steps: bool = True, **options):
     """What runs where there are no kernels, in loops with the steps of a GPU or with those of a CPU."""
-    with mock.patch.dict(work_list.SIZES, {True: work_list.SIZES[gpu_steps]}):
+    with mock.patch.dict(tile_sizes.SIZES, {True: tile_sizes.SIZES[gpu_steps]}):
         return testing.run(xla.paged_attention.__wrapped__, *arrays, **options)
 
 

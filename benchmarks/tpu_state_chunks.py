@@ -32,7 +32,8 @@ from pallas_kernels.tpu.recurrence.products import CHUNK
 from pallas_kernels.tpu.recurrence.state_chunk import STAGES
 from pallas_kernels.tpu.recurrence.state_decode import StateItems
 from pallas_kernels.tpu.recurrence.state_prefill import ChunkScalars
-from pallas_kernels.xla.recurrence import CHUNK_BY_CHANNEL, TokenInputs, run_chunk
+from pallas_kernels.xla.recurrence.formulas import TokenInputs, run_chunk
+from pallas_kernels.xla.recurrence.steps import CHUNK_BY_CHANNEL
 
 HEADS = FAMILIES["Qwen3-Next"][1:]  # of keys, of values, and their widths
 OURS = {"ours": "Qwen3-Next", "ours, gates by channel": "Kimi Linear"}

@@ -24,7 +24,7 @@ from tpu_works import one_chip
 from pallas_kernels.common.state_batch import StateBatch
 from pallas_kernels.tpu import mixers
 from pallas_kernels.tpu.recurrence.state_decode import StateItems
-from pallas_kernels.xla.convolution import causal_conv
+from pallas_kernels.xla.recurrence.convolution import causal_conv
 
 ROWS = 32
 RATES = {"v6e": 30_700 / 2**25, "tpu7x": 19_400 / 2**25}  # cycles a byte

@@ -1,7 +1,8 @@
 """The choice of tokens by index keys, for `jaxkv.scores.indexer`: which backend makes it, and why nothing faster does.
 
-A backend's module, named in `MODULES`, provides `select_tokens(q, weights, stored, batch, mask, top_k)`, as `xla.index`
-has it, and `unsupported(q, stored, batch, top_k) -> str | None`, which reads no values. There are no gradients.
+A backend's module, named in `MODULES`, provides `select_tokens(q, weights, stored, batch, mask, top_k)`, as
+`xla.chosen.index` has it, and `unsupported(q, stored, batch, top_k) -> str | None`, which reads no values. There are no
+gradients.
 """
 
 import functools
@@ -16,7 +17,7 @@ from pallas_kernels.common.batch import MaskSpec, PagedBatch
 from pallas_kernels.common.index_keys import Best, StoredIndex
 from pallas_kernels.common.quantization import find_format
 
-MODULES = {"xla": "xla.index", "tpu": "tpu.index"}  # implementation -> its module in this package
+MODULES = {"xla": "xla.chosen.index", "tpu": "tpu.index"}  # implementation -> its module in this package
 
 
 def select_tokens(
@@ -28,7 +29,7 @@ def select_tokens(
     top_k: int,
     implementation: str | None = None,
 ) -> Best:
-    """Returns the best `top_k` tokens of each query, of those that it sees: see `xla.index.select_tokens`."""
+    """Returns the best `top_k` tokens of each query, of those that it sees: see `xla.chosen.index.select_tokens`."""
     choice = _choose(q, stored, batch, top_k, implementation, None)
 
     def bind(name: str) -> Any:

@@ -16,7 +16,7 @@ from pallas_kernels.gpu.dequantize import FORMATS as FORMATS
 from pallas_kernels.gpu.interpreter import check_interpreter_threads
 from pallas_kernels.gpu.step import attend
 from pallas_kernels.gpu.support import unsupported as unsupported
-from pallas_kernels.xla.chosen_rows import attend_tokens
+from pallas_kernels.xla.chosen.chosen_rows import attend_tokens
 from pallas_kernels.xla.spans import attend_spans
 
 # See `api.backend`.

@@ -7,7 +7,7 @@ from pallas_kernels.common.masks import mask_refusal
 from pallas_kernels.gpu import chips, tuning
 from pallas_kernels.gpu.dequantize import SCALES_AT_ONCE
 from pallas_kernels.gpu.work_items import MOST_ROWS
-from pallas_kernels.xla.chosen_rows import describe_rows
+from pallas_kernels.xla.chosen.chosen_rows import describe_rows
 
 FALLBACK = "leave implementation=None to use XLA's"
 MOST_HEAD_DIM, MOST_PADDED_DIM = 512, 256

@@ -11,7 +11,7 @@ from pallas_kernels.tpu.quantize import FORMATS as FORMATS
 from pallas_kernels.tpu.step import attend, attend_to_new
 from pallas_kernels.tpu.support import CHOSEN_ROWS, unsupported as unsupported
 from pallas_kernels.tpu.write import write_kv as write_kv
-from pallas_kernels.xla.chosen_rows import attend_tokens
+from pallas_kernels.xla.chosen.chosen_rows import attend_tokens
 from pallas_kernels.xla.spans import attend_spans
 
 # See `api.backend`.

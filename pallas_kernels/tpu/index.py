@@ -35,7 +35,7 @@ from pallas_kernels.tpu.pages import (
     vector_bytes,
 )
 from pallas_kernels.tpu.recurrence.state_decode import split
-from pallas_kernels.xla.index import select_tokens as stream_tokens
+from pallas_kernels.xla.chosen.index import select_tokens as stream_tokens
 
 QUERIES = 8  # of a tile, the rows of a register
 STEP_TOKENS = 2048  # of a row, that come and are scored at once
@@ -77,7 +77,7 @@ class IndexScratch(NamedTuple):
 
 
 def select_tokens(q, weights, stored, batch, mask, top_k: int, *, interpret: Any = False) -> Best:
-    """Computes what `xla.index.select_tokens` does."""
+    """Computes what `xla.chosen.index.select_tokens` does."""
     own = functools.partial(select_best, interpret=interpret)
     return stream_tokens(q, weights, stored, batch, mask, top_k, select=own, queries=QUERIES)
 

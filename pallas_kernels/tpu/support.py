@@ -11,7 +11,7 @@ from pallas_kernels.tpu.decode import BLOCK_ROWS, decode_bytes
 from pallas_kernels.tpu.pages import LANES, SMEM_ENTRIES, VMEM_BYTES, page_tile
 from pallas_kernels.tpu.prefill import max_tiles, prefill_bytes
 from pallas_kernels.tpu.step import tile_tokens
-from pallas_kernels.xla.chosen_rows import RowBlocks, describe_rows
+from pallas_kernels.xla.chosen.chosen_rows import RowBlocks, describe_rows
 
 CHOSEN_ROWS = RowBlocks(tokens=LANES, lanes=LANES)
 

@@ -1,7 +1,7 @@
 """Paged attention and the cache write in plain XLA, for every platform.
 
 `attention` runs the tiles of a work list (`work`), which is index arithmetic on the device; `gradients` pulls
-cotangents back through it, for every backend. `tokens` attends to chosen tokens, which `index` chooses.
+cotangents back through it, for every backend. `chosen` attends to chosen tokens, `recurrence` runs layers with states.
 """
 
 from pallas_kernels.common.batch import Call

@@ -13,18 +13,22 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.common.quantization import widen_int8
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.shared_prefix import TOGETHER, WORTH_ROWS, Shared, queries_together
 from pallas_kernels.common.xla_cpu import compute_once
-from pallas_kernels.xla import int8_product, tile_reads, work_list
-from pallas_kernels.xla.tokens import attend_tokens
-
-# A logit that is not seen. Finite, so that only an LSE is ever infinite, and exp(MASKED - any other) is 0.
-MASKED = float(np.finfo(np.float32).min)
+from pallas_kernels.xla import int8_product, tile_reads, tile_sizes, work_list
+from pallas_kernels.xla.chosen.tokens import attend_tokens
+from pallas_kernels.xla.softmax import (
+    MASKED,
+    PartialSoftmax,
+    RunningSoftmax,
+    finite_top,
+    merge_in_order,
+    merge_softmaxes,
+)
 
 
 @jax.jit
@@ -54,22 +58,22 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
 
     listed = tables if tile_mask.blocks is None else tile_mask.blocks
 
-    def whole_tiles(most: int) -> work_list.Tiling | None:
+    def whole_tiles(most: int) -> tile_sizes.Tiling | None:
         """The tiles of rows of at most so many tokens of this step, if they are read whole."""
-        return None if together is not None or deterministic else work_list.tile_rows(inputs.q, kv, listed, most)
+        return None if together is not None or deterministic else tile_sizes.tile_rows(inputs.q, kv, listed, most)
 
-    def attend_at_once(count: jax.Array, tiling: work_list.Tiling) -> _Softmax:
+    def attend_at_once(count: jax.Array, tiling: tile_sizes.Tiling) -> PartialSoftmax:
         """Attends for rows with at least one token and at most the tiling's queries."""
         return _attend_at_once(inputs, rows._replace(query_lens=count), token, tiling, tuple(token_axes))
 
-    def attend(running: _Running, count: jax.Array, most: int) -> _Running:
+    def attend(running: RunningSoftmax, count: jax.Array, most: int) -> RunningSoftmax:
         """Attends for rows with at least one and at most `most` tokens."""
         queries = most if most == 1 else tile_queries if deterministic else min(tile_queries, most)
         lanes = tables.shape[0] if most == 1 else min(tables.shape[0], num_tokens // 2) + num_tokens // queries
-        tiling = work_list.choose_tiling(inputs.q, kv, listed, queries, lanes, deterministic)
+        tiling = tile_sizes.choose_tiling(inputs.q, kv, listed, queries, lanes, deterministic)
         return _attend_tiles(inputs, rows._replace(query_lens=count), tiling, lanes, deterministic, running)
 
-    longest, tile_queries = token_axes[-1], work_list.find_sizes().queries
+    longest, tile_queries = token_axes[-1], tile_sizes.find_sizes().queries
     if (tiling := whole_tiles(longest)) is not None:
         softmax = attend_at_once(rows.query_lens, tiling)
     elif longest == 1:
@@ -90,7 +94,7 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
                 softmax,
             )
 
-    softmax = softmax if together is None else _merge(together, softmax)
+    softmax = softmax if together is None else merge_softmaxes(together, softmax)
     top, values, total = softmax
     nothing = ~token.valid[:, None] | (total == 0)
     if sinks is not None:  # one more place to attend to, which has no value
@@ -118,44 +122,13 @@ class _Inputs(NamedTuple):
     tile_mask: work_list.TileMask
 
 
-class _Softmax(NamedTuple):
-    """A softmax in the making, in float32: its value is `values / total`."""
-
-    top: jax.Array  # [..., H]: the largest logit so far, MASKED before the first
-    values: jax.Array  # [..., H, D]: the sum of exp(logit - top) * value
-    total: jax.Array  # [..., H]: the sum of exp(logit - top)
-
-
-class _Running(NamedTuple):
-    """The softmaxes of a step's tokens while loops add to them. Tokens lie side by side in each KV head: a tile is a
-    window, which may reach into the tokens of the next rows. Those see nothing in the tile, and stay as they are."""
-
-    both: jax.Array  # f32[K, 2 * room * G]: tops, and behind them totals; each array of a loop is copied once a layer
-    values: jax.Array  # f32[K, room * G, D]
-
-    @property
-    def size(self) -> int:
-        """The number of tops of a KV head."""
-        return self.values.shape[1]
-
-    def select(self, num_tokens: int, num_heads: int) -> _Softmax:
-        """Returns the softmaxes of the first tokens."""
-        group = num_heads // self.values.shape[0]
-
-        def pick(x: jax.Array) -> jax.Array:  # [K, room * G, ...]
-            x = x.reshape(x.shape[0], -1, group, *x.shape[2:])[:, :num_tokens]
-            return jnp.moveaxis(x, 0, 1).reshape(num_tokens, num_heads, *x.shape[3:])
-
-        return _Softmax(pick(self.both[:, : self.size]), pick(self.values), pick(self.both[:, self.size :]))
-
-
-def _begin(inputs: _Inputs, rows: work_list.WorkRows, room: int) -> _Running:
+def _begin(inputs: _Inputs, rows: work_list.WorkRows, room: int) -> RunningSoftmax:
     """Returns the softmaxes of tokens that have seen nothing yet."""
     num_heads, head_dim = inputs.q.shape[1:]
     num_kv_heads = inputs.stored.kv.shape[2]
     zero, size = tile_reads.zero_for(inputs, rows), room * (num_heads // num_kv_heads)
     both = jnp.where(jnp.arange(2 * size) < size, zero + MASKED, zero)
-    return _Running(
+    return RunningSoftmax(
         jnp.broadcast_to(both, (num_kv_heads, 2 * size)),
         jnp.broadcast_to(zero, (num_kv_heads, size, inputs.stored.value_dim(head_dim))),
     )
@@ -164,26 +137,26 @@ def _begin(inputs: _Inputs, rows: work_list.WorkRows, room: int) -> _Running:
 def _attend_tiles(
     inputs: _Inputs,
     rows: work_list.WorkRows,
-    tiling: work_list.Tiling,
+    tiling: tile_sizes.Tiling,
     lanes: int,
     deterministic: bool,
-    running: _Running,
-) -> _Running:
+    running: RunningSoftmax,
+) -> RunningSoftmax:
     """Adds to the softmaxes of the tokens of rows whose `query_lens` is not 0. A tile's tokens lie side by side: with
     `rows.order` at places of their own."""
     num_heads, num_kv_heads = inputs.q.shape[1], inputs.stored.kv.shape[2]
     group, size = num_heads // num_kv_heads, running.size
     work = work_list.plan(tiling, lanes, rows, inputs.tile_mask)
 
-    def step(i, running: _Running) -> _Running:
+    def step(i, running: RunningSoftmax) -> RunningSoftmax:
         both, values = running
         items = work_list.find_items(tiling, work, rows, i, inputs.tile_mask)
         seen = _read(inputs, items, tiling, tile_reads.read_queries(inputs.q, items, num_kv_heads))
         at, item_top = items.place[:, None] * group, seen.logits.max(axis=-1)
         if deterministic:
-            item = _Softmax(item_top, *_weigh(seen, _finite(item_top), inputs.q.dtype))
+            item = PartialSoftmax(item_top, *_weigh(seen, finite_top(item_top), inputs.q.dtype))
             is_token = jnp.repeat(items.is_token, group, axis=1)[:, None]
-            return _merge_in_order(running, at[:, 0], item, is_token)
+            return merge_in_order(running, at[:, 0], item, is_token)
         # Windows overlap: where items of a lane share a step, and where one reaches into the next row. So each token is
         # rescaled to its top after the step, to the same number in all its windows, before sums are added. That makes
         # the bits depend on which items share a step; to be deterministic, each has a softmax of its own.
@@ -192,25 +165,25 @@ def _attend_tiles(
         # Read before it is written: else XLA copies all that the loop carries.
         before, both = compute_once((read(both, top_at, item_top), both))
         both = update(jax.lax.scatter_max, both, top_at, item_top)
-        reference = compute_once(_finite(read(both, top_at, item_top)))
+        reference = compute_once(finite_top(read(both, top_at, item_top)))
         sums, total = _weigh(seen, reference, inputs.q.dtype)
         shrink = jnp.exp(before - reference)
         both = update(jax.lax.scatter, both, total_at, read(both, total_at, total) * shrink)
         values = update(jax.lax.scatter, values, top_at, read(values, top_at, sums) * shrink[..., None])
-        return _Running(
+        return RunningSoftmax(
             update(jax.lax.scatter_add, both, total_at, total), update(jax.lax.scatter_add, values, top_at, sums)
         )
 
-    return jax.lax.fori_loop(0, work_list.cover(work.num_items, tiling.items), step, running)
+    return jax.lax.fori_loop(0, tile_sizes.cover(work.num_items, tiling.items), step, running)
 
 
 def _attend_at_once(
     inputs: _Inputs,
     rows: work_list.WorkRows,
     token: work_list.Tokens,
-    tiling: work_list.Tiling,
+    tiling: tile_sizes.Tiling,
     token_axes: tuple[int, ...],
-) -> _Softmax:
+) -> PartialSoftmax:
     """The softmax of every token, `[tokens, H]`, if rows are read whole: the loop of one step, without what only a loop
     needs."""
     items = work_list.whole_rows(tiling, rows, inputs.tile_mask)
@@ -225,8 +198,8 @@ def _attend_at_once(
         queries = tile_reads.read_queries(inputs.q, items, num_kv_heads)
     seen = _read(inputs, items, tiling, queries)
     top = seen.logits.max(axis=-1)
-    weighted = _weigh(seen, _finite(top), inputs.q.dtype)
-    return _select_tokens(_Softmax(top, *weighted), tiling.queries, row, place)
+    weighted = _weigh(seen, finite_top(top), inputs.q.dtype)
+    return _select_tokens(PartialSoftmax(top, *weighted), tiling.queries, row, place)
 
 
 class _Seen(NamedTuple):
@@ -238,7 +211,7 @@ class _Seen(NamedTuple):
     not_finite: jax.Array | None  # bool, as the logits: a value that is seen, and 0 in `values`
 
 
-def _read(inputs: _Inputs, items: work_list.Items, tiling: work_list.Tiling, queries: jax.Array) -> _Seen:
+def _read(inputs: _Inputs, items: work_list.Items, tiling: tile_sizes.Tiling, queries: jax.Array) -> _Seen:
     """Returns the logits and values of what queries `[items, K, queries * G, D]` see."""
     q, stored, scale, soft_cap, alibi, _ = inputs
     kv, format, rank, halves = stored.kv, stored.format, stored.latent_rank, stored.half_rank
@@ -302,11 +275,6 @@ def _read(inputs: _Inputs, items: work_list.Items, tiling: work_list.Tiling, que
     return _Seen(logits, values, value_scales, seen & ~finite[:, :, None])
 
 
-def _finite(top: jax.Array) -> jax.Array:
-    """Returns the number that is subtracted from logits with maximum `top`."""
-    return jnp.where(top <= MASKED, 0.0, top)
-
-
 def _weigh(seen: _Seen, reference: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """The sums of weight * value, `[items, K, queries * G, D]`, and of weights exp(logit - reference). Where bytes are
     widened, they become `dtype`."""
@@ -354,7 +322,7 @@ def _select_tokens[T](softmax: T, queries: int, lane: jax.Array | None, place: j
 
 def _attend_together(
     inputs: _Inputs, rows: work_list.WorkRows, shared: Shared, token: work_list.Tokens
-) -> tuple[_Softmax, work_list.WorkRows]:
+) -> tuple[PartialSoftmax, work_list.WorkRows]:
     """The softmax of every token over what its row reads together with others, and the rows without that."""
     tile_mask, position = inputs.tile_mask, token.position
     if tile_mask.tree is not None:
@@ -365,7 +333,7 @@ def _attend_together(
         queries_together(inputs.q.shape[1], inputs.stored.kv.shape[2]),
     )
     lanes = most * -(-TOGETHER // queries)
-    tiling = work_list.choose_tiling(inputs.q, inputs.stored.kv, rows.block_tables, queries, lanes)
+    tiling = tile_sizes.choose_tiling(inputs.q, inputs.stored.kv, rows.block_tables, queries, lanes)
     # All of it lies before the step's tokens, of which spans and trees speak.
     inputs = inputs._replace(tile_mask=tile_mask._replace(causal=False, spans=None, tree=None))
     num_tokens, num_heads = inputs.q.shape[:2]
@@ -373,46 +341,8 @@ def _attend_together(
     softmax = _attend_tiles(inputs, groups, tiling, lanes, False, running).select(num_tokens, num_heads)
     softmax = jax.tree.map(lambda x: work_list.take(x, jnp.minimum(place, num_tokens - 1)), softmax)
     is_in = place < num_tokens
-    nothing = _Softmax(jnp.float32(MASKED), jnp.float32(0), jnp.float32(0))
+    nothing = PartialSoftmax(jnp.float32(MASKED), jnp.float32(0), jnp.float32(0))
     softmax = jax.tree.map(
         lambda x, none: jnp.where(jnp.expand_dims(is_in, range(1, x.ndim)), x, none), softmax, nothing
     )
     return softmax, rows._replace(first=shared.tokens)
-
-
-def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
-    """The softmax over what either has seen."""
-    top = jnp.maximum(a.top, b.top)
-    reference = _finite(top)
-    x, y = jnp.exp(a.top - reference), jnp.exp(b.top - reference)
-
-    def both(of_a: jax.Array, of_b: jax.Array) -> jax.Array:
-        minor = range(top.ndim, of_a.ndim)
-        return of_a * jnp.expand_dims(x, minor) + of_b * jnp.expand_dims(y, minor)
-
-    return _Softmax(top, *map(both, a[1:], b[1:]))
-
-
-def _merge_in_order(running: _Running, at: jax.Array, items: _Softmax, is_token: jax.Array) -> _Running:
-    """Merges items into the windows `at` one after another, so that the result depends on their order alone. An item
-    that sees nothing changes no bit, nor do the places of a window that are no tokens of its item."""
-
-    def merge(j, running: _Running) -> _Running:
-        item, mine = jax.tree.map(lambda x: x[j], items), is_token[j]
-        (num_kv_heads, width), minor = item.top.shape, item.values.shape[2:]
-        top_at, total_at, values_at = (0, at[j]), (0, at[j] + running.size), (0, at[j], 0)
-        have = _Softmax(
-            jax.lax.dynamic_slice(running.both, top_at, (num_kv_heads, width)),
-            jax.lax.dynamic_slice(running.values, values_at, (num_kv_heads, width, *minor)),
-            jax.lax.dynamic_slice(running.both, total_at, (num_kv_heads, width)),
-        )
-        top, values, total = jax.tree.map(
-            lambda new, old: jnp.where(mine if new.ndim == 2 else mine[..., None], new, old), _merge(have, item), have
-        )
-        both = jax.lax.dynamic_update_slice(running.both, top, top_at)
-        return _Running(
-            jax.lax.dynamic_update_slice(both, total, total_at),
-            jax.lax.dynamic_update_slice(running.values, values, values_at),
-        )
-
-    return jax.lax.fori_loop(0, at.shape[0], merge, running)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.common.batch import Call
-from pallas_kernels.xla import tile_reads, work_list
+from pallas_kernels.xla import tile_reads, tile_sizes, work_list
 
 _product = functools.partial(jnp.einsum, precision="highest")
 
@@ -72,9 +72,9 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
     if lse_bar is not None:
         pull_down -= flat(lse_bar)
 
-    tile_queries = min(work_list.find_sizes().queries, longest)
+    tile_queries = min(tile_sizes.find_sizes().queries, longest)
     lanes = min(tables.shape[0], num_tokens) + num_tokens // tile_queries
-    tiling = work_list.choose_tiling(
+    tiling = tile_sizes.choose_tiling(
         queries, kv, tables if tile_mask.blocks is None else tile_mask.blocks, tile_queries, lanes
     )
     work = work_list.plan(tiling, lanes, rows, tile_mask)
@@ -157,7 +157,7 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
         bars["kv_scale"] = jnp.zeros(kv_scale.shape, jnp.float32)
     zero = tile_reads.zero_for(queries, kv, kv_scale, out_bar, rows)
     bars = jax.tree.map(lambda x: x + zero, bars)
-    bars = jax.lax.fori_loop(0, work_list.cover(work.num_items, tiling.items), step, bars)
+    bars = jax.lax.fori_loop(0, tile_sizes.cover(work.num_items, tiling.items), step, bars)
     bars |= bars.pop("numbers")
     bars["q"] = bars["q"].reshape(q.shape)
     if alibi is not None:

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.state_batch import StateBatch, hide_padding
-from pallas_kernels.xla.convolution import causal_conv as causal_conv
-from pallas_kernels.xla.recurrence import TokenInputs, recur
+from pallas_kernels.xla.recurrence.convolution import causal_conv as causal_conv
+from pallas_kernels.xla.recurrence.formulas import TokenInputs
+from pallas_kernels.xla.recurrence.steps import recur
 
 __all__ = ["causal_conv", "gated_delta_rule", "state_space"]
 

@@ -14,7 +14,7 @@ from pallas_kernels import gpu, reference, testing, tpu
 from pallas_kernels.api import reference_backend
 from pallas_kernels.common.batch import MaskSpec, PagedBatch
 from pallas_kernels.testing import Case
-from pallas_kernels.xla import work_list as work
+from pallas_kernels.xla import tile_sizes, work_list as work
 
 SIZES = dict(num_heads=10, num_kv_heads=2, head_dim=12, block_size=5)  # groups of 5
 CASES = {
@@ -96,7 +96,7 @@ def test_what_lies_between_first_tokens_and_window_is_not_read(window, length, t
     batch = PagedBatch(*inputs[2:])
     rows = work.find_rows((1, 1), batch)
     tile_mask = work.find_tile_mask((1, 1), rows, batch, MaskSpec(window=window, sink_tokens=5))
-    tiling = work.choose_tiling(inputs.q.reshape(1, 2, 4), inputs.kv, inputs.tables, 1, 1)
+    tiling = tile_sizes.choose_tiling(inputs.q.reshape(1, 2, 4), inputs.kv, inputs.tables, 1, 1)
     assert int(work.plan(tiling, 1, rows, tile_mask).num_items) == tiles
     between = inputs.tables[0, 1 : max((length - window) // 16, 1)]
     poisoned = inputs.kv.at[between].set(jnp.nan)

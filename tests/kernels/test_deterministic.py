@@ -234,7 +234,7 @@ def test_it_is_attention():
     testing.assert_close(lse, expected_lse)
 
 
-def merge_backwards(running, at, items, is_token, merge=attention._merge_in_order):
+def merge_backwards(running, at, items, is_token, merge=attention.merge_in_order):
     """Merges those of one step of the loop backwards: what is in one step goes by the batch."""
     return merge(running, *jax.tree.map(lambda x: x[::-1], (at, items, is_token)))
 
@@ -247,7 +247,7 @@ def edges_of_the_table(most_tiles):
 
 # What makes bits depend on others, and must be seen: (backend, step, the module, a name in it, what it is instead).
 CONTROLS = {
-    "merged as they come": ("xla", "decode", attention, "_merge_in_order", merge_backwards),
+    "merged as they come": ("xla", "decode", attention, "merge_in_order", merge_backwards),
     "items of the table": ("gpu", "decode", work, "fixed_edges", edges_of_the_table),
 }
 

@@ -14,7 +14,7 @@ from pallas_kernels import IMPLEMENTATIONS, reference, testing
 from pallas_kernels.api import reference_backend
 from pallas_kernels.common.quantization import FORMATS
 from pallas_kernels.testing import Case
-from pallas_kernels.xla import work_list as work
+from pallas_kernels.xla import tile_sizes
 
 
 def make_problem(case, seed=0):
@@ -69,8 +69,8 @@ def test_against_the_reference(case):
 @pytest.mark.usefixtures("traced_anew")
 def test_tiles_of_a_gpu(monkeypatch):
     """Which are longer: of queries and of tokens, several of each in a row."""
-    _, _, _, queries, context, _ = work.SIZES[True]
-    use_sizes(monkeypatch, **work.SIZES[True]._asdict())
+    _, _, _, queries, context, _ = tile_sizes.SIZES[True]
+    use_sizes(monkeypatch, **tile_sizes.SIZES[True]._asdict())
     new = (queries + 3, 1, 2)
     test_against_the_reference(Case((context + queries + 9, 5, 130), new, packed=True, head_dim=16, num_heads=2))
 
@@ -256,4 +256,4 @@ def test_memory_of_the_backward_pass():
     where = jax.ShapeDtypeStruct((rows, length // 16), jnp.int32), *[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2
     gradient = jax.grad(lambda q, kv, *where: pallas_kernels.paged_attention(q, kv, *where).sum(), argnums=(0, 1))
     temp = jax.jit(gradient).lower(q, kv, *where).compile().memory_analysis().temp_size_in_bytes
-    assert temp < 6 * work.find_sizes().step_bytes < dense / 2
+    assert temp < 6 * tile_sizes.find_sizes().step_bytes < dense / 2

@@ -10,8 +10,8 @@ import pytest
 from nightly import NIGHTLY
 
 import pallas_kernels
-from pallas_kernels.xla import recurrence
-from pallas_kernels.xla.recurrence import invert
+from pallas_kernels.xla.recurrence import prefill, steps
+from pallas_kernels.xla.recurrence.formulas import invert
 
 LENGTHS, NEW, SLOTS = (70, 3, 0, 40), (70, 1, 0, 33), (2, 5, 0, 1)
 SNAPSHOTS = ((6, 7, 8, 9), (-1,) * 4, (-1,) * 4, (10, -1, 11, -1))
@@ -118,9 +118,9 @@ def test_chunks_are_as_token_by_token(name, layout, every):
 @pytest.mark.parametrize(("name", "size"), [("delta", 64), ("channels", 32), ("space", 64)])
 def test_chunks_of_a_gpu(monkeypatch, name, size):
     """They are longer, since each is launched."""
-    sizes, plan_chunks = [], recurrence._plan_chunks
-    monkeypatch.setattr(recurrence, "is_for_gpu", lambda: True)
-    monkeypatch.setattr(recurrence, "_plan_chunks", lambda *args: sizes.append(args[2]) or plan_chunks(*args))
+    sizes, plan_chunks = [], prefill._plan_chunks
+    monkeypatch.setattr(steps, "is_for_gpu", lambda: True)
+    monkeypatch.setattr(prefill, "_plan_chunks", lambda *args: sizes.append(args[2]) or plan_chunks(*args))
     test_chunks_are_as_token_by_token(name, "padded", None)
     assert sizes == [size]
 

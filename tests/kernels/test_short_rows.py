@@ -16,9 +16,9 @@ from nightly import NIGHTLY
 import pallas_kernels
 from pallas_kernels import testing
 from pallas_kernels.testing import Case
-from pallas_kernels.xla import work_list as work
+from pallas_kernels.xla import tile_sizes
 
-EDGES = (5, work.find_sizes().queries)  # of blocks, and of tiles of queries
+EDGES = (5, tile_sizes.find_sizes().queries)  # of blocks, and of tiles of queries
 PADDED = dict(block_size=5, padding=1)
 PACKED = dict(block_size=5, packed=True, padding=3)
 BF16 = {"dtype": "bfloat16"}

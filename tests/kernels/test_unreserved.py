@@ -16,7 +16,7 @@ import pallas_kernels
 from pallas_kernels.common.batch import PagedBatch
 from pallas_kernels.common.index_keys import StoredIndex
 from pallas_kernels.common.quantization import find_format
-from pallas_kernels.xla.index import write_index
+from pallas_kernels.xla.chosen.index import write_index
 
 EACH = [(name, packed) for name in POOLS for packed in (False, True)]
 BY_DAY = [(name, nth % 2 == 0) for nth, name in enumerate(POOLS)]

@@ -13,8 +13,8 @@ from platforms import trace_for
 import pallas_kernels
 from pallas_kernels import reference, testing, xla
 from pallas_kernels.testing import Case
-from pallas_kernels.xla import work_list as work
-from pallas_kernels.xla.attention import _merge_in_order as merge_in_order, _Running as Running, _Softmax as Softmax
+from pallas_kernels.xla import tile_sizes, work_list as work
+from pallas_kernels.xla.softmax import PartialSoftmax, RunningSoftmax, merge_in_order
 
 
 def attend(inputs, **options):
@@ -83,7 +83,7 @@ def trace_steps(monkeypatch, case, max_blocks, **options):
 def test_work_follows_the_tokens_held(monkeypatch):
     """Twice the tokens, twice the steps; room for a hundred times more makes none."""
     use_sizes(monkeypatch, step_bytes=1)  # one item a step
-    tile = work.find_sizes().decode_context
+    tile = tile_sizes.find_sizes().decode_context
     short = Case(lengths=(tile, 3 * tile, 0, 1), new=(1, 1, 0, 1), block_size=8)
     assert trace_steps(monkeypatch, short, max_blocks=1000) == [1] * (1 + 3 + 0 + 1)
     long = Case(lengths=(2 * tile, 6 * tile, 0, 1), new=(1, 1, 0, 1), block_size=8)
@@ -94,7 +94,7 @@ def test_work_follows_the_tokens_held(monkeypatch):
 
 def test_a_chunk_does_not_make_decode_rows_pay(monkeypatch):
     use_sizes(monkeypatch, step_bytes=1)
-    _, _, _, queries, context, _ = work.find_sizes()
+    _, _, _, queries, context, _ = tile_sizes.find_sizes()
     case = Case(lengths=(2 * queries, 1, 1, 1), new=(2 * queries, 1, 1, 1), block_size=8)
     assert 2 * queries <= context
     assert trace_steps(monkeypatch, case, max_blocks=1000) == [1, 1, 1, queries, queries]
@@ -114,13 +114,13 @@ def test_a_chunk_does_not_make_decode_rows_pay(monkeypatch):
 )
 def test_tiles_of_a_gpu(monkeypatch, options):
     """Rows that end at, before and behind its tiles of queries and of tokens, a few items to a step."""
-    _, _, decode, queries, context, _ = work.SIZES[True]
+    _, _, decode, queries, context, _ = tile_sizes.SIZES[True]
     lengths = (context + 1, 2 * context, decode, decode + 1, 0, 1, 3 * context - 1, context + queries)
     new = (queries + 1, queries, 1, 1, 0, 1, 2 * queries - 1, context)
     case = Case(lengths, new, num_heads=2, num_kv_heads=1, head_dim=8, block_size=16, packed=True, padding=3)
     inputs = testing.make_inputs(case)
-    items = work._item_bytes(inputs.q, inputs.kv, queries, context)
-    use_sizes(monkeypatch, **work.SIZES[True]._replace(step_bytes=3 * items, at_once_bytes=0)._asdict())
+    items = tile_sizes._item_bytes(inputs.q, inputs.kv, queries, context)
+    use_sizes(monkeypatch, **tile_sizes.SIZES[True]._replace(step_bytes=3 * items, at_once_bytes=0)._asdict())
     out, lse = attend(inputs, **options)
     seen = {name: value for name, value in options.items() if name != "deterministic"}
     expected = reference.paged_attention(*inputs, return_lse=True, **seen)
@@ -138,8 +138,8 @@ def count_steps(rows, length, new):
             ((rows, length // 32), jnp.int32),
         )
     )
-    queries = min(new, work.find_sizes().queries)
-    tiling = work.choose_tiling(q, kv, tables, queries, rows * new // queries)
+    queries = min(new, tile_sizes.find_sizes().queries)
+    tiling = tile_sizes.choose_tiling(q, kv, tables, queries, rows * new // queries)
     context = tiling.pieces * tiling.run
     ends = [length - new + min(new, i + queries) for i in range(0, new, queries)]
     return -(-rows * sum(-(-end // context) for end in ends) // tiling.items)
@@ -169,7 +169,7 @@ def compile_decode(max_seq_len, block_size=16):
 def test_memory_is_one_step_of_the_loop():
     """Not a row's dense keys and values: room for 32 times longer rows costs no memory but its tables'."""
     short, long = (compile_decode(n).memory_analysis().temp_size_in_bytes for n in (2048, 65536))
-    assert short < 2 * work.find_sizes().step_bytes
+    assert short < 2 * tile_sizes.find_sizes().step_bytes
     assert long < short * 1.1
 
 
@@ -288,7 +288,7 @@ def test_tiles_that_reach_into_other_rows(backwards, monkeypatch):
     """A tile's window ends in tokens of the next rows, which have been attended to before or have not yet."""
     case = Case(lengths=(900, 1590, 700, 1290, 540, 9), new=(3, 1, 33, 1, 2, 9), packed=True, head_dim=16)
     inputs = testing.make_inputs(case)
-    items = work._item_bytes(inputs.q, inputs.kv, *work.find_sizes()[3:5])
+    items = tile_sizes._item_bytes(inputs.q, inputs.kv, *tile_sizes.find_sizes()[3:5])
     use_sizes(monkeypatch, step_bytes=3 * items)  # many steps of the loops, with several items each
     in_loops = inputs._replace(tables=jnp.pad(inputs.tables, ((0, 0), (0, 4000))))  # too wide to be read at once
     offsets = jnp.cumsum(inputs.new) - inputs.new
@@ -304,9 +304,9 @@ def test_tiles_that_reach_into_other_rows(backwards, monkeypatch):
 def test_a_window_changes_no_bit_of_other_tokens():
     """Not even the sign of a zero: another row's place in the batch would show in it."""
     values = -jnp.zeros((1, 4, 2))
-    running = Running(jnp.stack([jnp.ones(8), -jnp.zeros(8)])[:, :4].reshape(1, 8), values)
+    running = RunningSoftmax(jnp.stack([jnp.ones(8), -jnp.zeros(8)])[:, :4].reshape(1, 8), values)
     top, total = jnp.full((1, 1, 2), 1.0), jnp.ones((1, 1, 2))
-    items, is_token = Softmax(top, jnp.ones((1, 1, 2, 2)), total), jnp.array([[[True, False]]])
+    items, is_token = PartialSoftmax(top, jnp.ones((1, 1, 2, 2)), total), jnp.array([[[True, False]]])
     after = merge_in_order(running, jnp.array([1]), items, is_token)
     assert np.signbit(after.values[0, :, 0]).tolist() == [True, False, True, True]
     assert np.signbit(after.both[0, 4:]).tolist() == [True, False, True, True]
@@ -314,7 +314,7 @@ def test_a_window_changes_no_bit_of_other_tokens():
 
 def test_rows_that_fill_their_tiles_badly():
     """As many lanes as there can be."""
-    queries = work.find_sizes().queries
+    queries = tile_sizes.find_sizes().queries
     case = Case(lengths=(queries + 1,) * 6 + (2,) * 6, new=(queries + 1,) * 6 + (2,) * 6, packed=True, head_dim=16)
     inputs = testing.make_inputs(case)
     testing.assert_close(attend(inputs)[0], testing.expected(case, inputs))

@@ -13,7 +13,7 @@ from nightly import NIGHTLY
 
 from pallas_kernels.common.platforms import is_for_gpu
 from pallas_kernels.testing import Case, Inputs
-from pallas_kernels.xla import work_list as work
+from pallas_kernels.xla import tile_sizes
 
 DIMENSIONS = {
     "block_size": (1, 5, 8, 16, 32, 64, 128),
@@ -71,13 +71,13 @@ def cover(count: int, seed: int = 0) -> list[Case]:
 
 def use_sizes(patch, **sizes):
     """XLA's loops have tiles and steps of other sizes while the patch lasts."""
-    patch.setitem(work.SIZES, is_for_gpu(), work.find_sizes()._replace(**sizes))
+    patch.setitem(tile_sizes.SIZES, is_for_gpu(), tile_sizes.find_sizes()._replace(**sizes))
 
 
 def in_tiles(inputs: Inputs) -> Inputs:
     """The same with tables so wide that XLA does not read all that they could hold at once, but in a loop."""
     queries, width = inputs.q.reshape(-1, *inputs.q.shape[-2:]), inputs.tables.shape[1]
-    while work.tile_rows(queries, inputs.kv, inputs.tables, inputs.q.shape[-3]) is not None:
+    while tile_sizes.tile_rows(queries, inputs.kv, inputs.tables, inputs.q.shape[-3]) is not None:
         inputs = inputs._replace(tables=np.pad(inputs.tables, ((0, 0), (0, width))))
         width *= 2
     return inputs._replace(tables=jnp.asarray(inputs.tables))

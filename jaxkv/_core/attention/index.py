@@ -28,7 +28,7 @@ from pallas_kernels.common.batch import MaskSpec, PagedBatch
 from pallas_kernels.common.context_parallel import select_local_tokens
 from pallas_kernels.common.index_keys import Best, StoredIndex
 from pallas_kernels.common.ragged_layout import locate
-from pallas_kernels.xla.index import write_index as scatter
+from pallas_kernels.xla.chosen.index import write_index as scatter
 
 INDEX_ADAPTERS = (TableColumns, DecodePacking)
 

@@ -1,4 +1,4 @@
-"""The sums of `xla.recurrence.run_chunk` for a few heads of a chunk, in three stages of which each has its own item.
+"""The sums of `xla.recurrence.formulas.run_chunk` for a few heads of a chunk, in three stages, each of its own item.
 
 `relate` needs no states and nothing of other chunks, `solve` nothing but what `relate` found, `advance` both and the
 states. A grid step runs the three of items that follow each other, so that none waits for another. The matrix unit

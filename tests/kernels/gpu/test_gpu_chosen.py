@@ -13,7 +13,7 @@ from planting import Plant, Sources, plant_in_copy
 import pallas_kernels
 from pallas_kernels import gpu, xla
 from pallas_kernels.testing import Case
-from pallas_kernels.xla import chosen_rows
+from pallas_kernels.xla.chosen import chosen_rows
 
 
 def check(name, interpret):

@@ -12,7 +12,7 @@ from nightly import NIGHTLY
 import pallas_kernels
 from pallas_kernels import tpu
 from pallas_kernels.testing import Case
-from pallas_kernels.xla import chosen_rows
+from pallas_kernels.xla.chosen import chosen_rows
 
 pytestmark = pytest.mark.timeout(240, method="thread")
 ROWS = dict(num_heads=8, **LATENT_ROWS, **B16)

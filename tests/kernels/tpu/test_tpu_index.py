@@ -20,7 +20,7 @@ from pallas_kernels.common.batch import MaskSpec, PagedBatch
 from pallas_kernels.common.index_keys import StoredIndex
 from pallas_kernels.common.quantization import find_format
 from pallas_kernels.tpu import index
-from pallas_kernels.xla.index import select_tokens
+from pallas_kernels.xla.chosen.index import select_tokens
 
 pytestmark = pytest.mark.timeout(240, method="thread")
 SOURCES = Sources(pathlib.Path(tpu.__file__).parent, "pallas_kernels.tpu")

@@ -15,9 +15,8 @@ import numpy as np
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.common.masks import WindowMask
 from pallas_kernels.common.ragged_layout import Tokens, locate
-from pallas_kernels.xla import tile_reads, work_list
-
-MASKED = float(np.finfo(np.float32).min)  # a logit that is not seen
+from pallas_kernels.xla import tile_reads, tile_sizes
+from pallas_kernels.xla.softmax import MASKED
 
 
 class TokenQueries(NamedTuple):
@@ -102,7 +101,7 @@ def find_slots(
         last_of_all = jnp.int32(np.iinfo(np.int32).max)
         chosen = jax.lax.sort(jnp.where(seen, chosen, last_of_all), dimension=1, is_stable=False)
         seen = chosen != last_of_all
-    column, offset = work_list.parts(jnp.where(seen, chosen, 0), block_size)
+    column, offset = tile_sizes.parts(jnp.where(seen, chosen, 0), block_size)
     if shard is not None:
         column //= shard[1]
     column = jnp.minimum(column, tables.shape[1] - 1)
@@ -166,4 +165,4 @@ def _count_at_once(q, stored: StoredKV, top_k: int) -> int:
     _, parts, heads, _, width = stored.kv.shape
     entries = parts * heads * width * stored.format.numbers_per_entry
     size = stored.kv.dtype.itemsize if stored.kv.dtype == q.dtype else stored.kv.dtype.itemsize + 4
-    return max(1, work_list.find_sizes().selection_bytes // (top_k * (entries * size + q.shape[-2] * 8)))
+    return max(1, tile_sizes.find_sizes().selection_bytes // (top_k * (entries * size + q.shape[-2] * 8)))

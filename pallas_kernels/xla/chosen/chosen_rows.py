@@ -17,8 +17,8 @@ from jax import lax
 
 from pallas_kernels.common.batch import Call, MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.common.ragged_layout import locate
-from pallas_kernels.xla.tokens import TokenQueries, find_slots
-from pallas_kernels.xla.work_list import parts
+from pallas_kernels.xla.chosen.tokens import TokenQueries, find_slots
+from pallas_kernels.xla.tile_sizes import parts
 
 MOST_BYTES = 1 << 28  # of rows that are brought together at once
 

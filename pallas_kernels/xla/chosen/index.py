@@ -16,7 +16,7 @@ from pallas_kernels.common.context_parallel import count_local_tokens, position_
 from pallas_kernels.common.index_keys import NOTHING, Best, IndexQueries, Lanes, StoredIndex
 from pallas_kernels.common.masks import WindowMask
 from pallas_kernels.common.ragged_layout import locate
-from pallas_kernels.xla import tile_reads, work_list
+from pallas_kernels.xla import tile_reads, tile_sizes, work_list
 from pallas_kernels.xla.write import find_places
 
 QUERIES = 16  # of a tile, of rows with more than one token
@@ -87,7 +87,7 @@ def _tile_lanes(
 ) -> tuple[Lanes, jax.Array, jax.Array]:
     """Lanes for the tokens of all rows, and each token's lane and place in it."""
     most = min(count.shape[0], num_tokens // 2) + num_tokens // queries
-    each = work_list.cover(count, queries)
+    each = tile_sizes.cover(count, queries)
     ends = jnp.cumsum(each)
     lane = jnp.arange(most, dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(ends, lane, side="right", method="compare_all"), count.shape[0] - 1)
@@ -96,7 +96,7 @@ def _tile_lanes(
     is_there = (nth < count[row][:, None]) & (lane < ends[-1])[:, None]
     position = jnp.where(is_there, rows.first_position[row][:, None] + nth, -1)
     index = jnp.clip(rows.query_starts[row][:, None] + nth, 0, num_tokens - 1)
-    tile, place = work_list.parts(jnp.maximum(token.position - rows.first_position[token.row], 0), queries)
+    tile, place = tile_sizes.parts(jnp.maximum(token.position - rows.first_position[token.row], 0), queries)
     own = jnp.clip((ends - each)[token.row] + tile, 0, most - 1)
     return Lanes(row, index, position), own, place
 
@@ -105,7 +105,7 @@ def _select(inputs: IndexQueries, lanes: Lanes, kept: int) -> Best:
     """The best of the queries of lanes, `[lanes * queries, kept]`."""
     num_lanes, queries = lanes.position.shape
     num_heads, capacity = inputs.q.shape[1], inputs.batch.block_tables.shape[1] * inputs.stored.keys.shape[3]
-    at_once = work_list.find_sizes().selection_bytes // (4 * queries * num_heads)  # products of keys with all heads
+    at_once = tile_sizes.find_sizes().selection_bytes // (4 * queries * num_heads)  # products of keys with all heads
     piece = min(max(LEAST_PIECE, min(4 * kept, MOST_PIECE, at_once)), capacity)
     piece = -(-piece // 16) * 16  # so that all keys are multiplied alike, whatever their place
     count = min(num_lanes, max(1, at_once // piece))
@@ -152,7 +152,7 @@ def _score(inputs: IndexQueries, lanes: Lanes, place: jax.Array, window_mask: Wi
     """The scores of the tokens at some places of each lane's row, `[lanes, queries, places]`."""
     keys, scale, format = inputs.stored
     tables, shard, size = inputs.batch.block_tables, inputs.batch.context_shard, keys.shape[3]
-    column, offset = work_list.parts(place, size)
+    column, offset = tile_sizes.parts(place, size)
     key = place if shard is None else position_of(column, offset, shard, size)
     block = tables[lanes.row[:, None], jnp.minimum(column, tables.shape[1] - 1)[None]]
     its_keys = format.from_bits(keys[block, 0, 0, offset[None], : inputs.q.shape[-1]]).astype(jnp.float32)
