@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from checksum_model import Checksum
+from checksum_model import Checksum, Placed, Several
 from compiled import compiled
 from cutting import Cut, CutAt
 from flax import nnx
@@ -337,8 +337,6 @@ def test_updates_over_rows_of_devices(wanted):
 
 
 def test_a_draft_model_is_updated_too():
-    from checksum_model import Several
-
     model = Several()
     with jaxkv.Engine(model, **SIZES, draft=Several(wrong=3)) as engine:
         tokens = finish(engine)
@@ -351,3 +349,13 @@ def test_a_draft_model_is_updated_too():
         with pytest.raises(ValueError, match="structure or config"):
             engine.update(model, draft=Several(wrong=4))
         assert finish(engine) == tokens
+
+
+def test_an_updated_draft_model_forgets_what_older_weights_computed():
+    """Else drafts follow from keys of both, and none is accepted where a prompt comes again, as in rollouts."""
+    models = [Placed(jnp.int32(n), Several((None,))) for n in (0, 3)]
+    with jaxkv.Engine(models[0], **SIZES, draft=models[0], draft_tokens=4) as engine:
+        tokens, steps = engine.submit(PROMPTS[0], 12).result(), engine.steps
+        engine.update(models[1], draft=models[1])
+        assert engine.submit(PROMPTS[0], 12).result() != tokens
+        assert engine.stats()["acceptance"] == 1 and engine.steps == 2 * steps

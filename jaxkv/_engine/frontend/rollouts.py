@@ -90,7 +90,7 @@ class Updatable(Closable):
                 name = fingerprint(jax.tree.unflatten(core.runner.structure, leaves)) if has_disk else None
                 core.update(leaves, prefills[i], name)
                 if drafts is not None:
-                    core.drafter.leaves = drafts[i]  # type: ignore[union-attr]
+                    core.drafter.update(drafts[i])  # type: ignore[union-attr]
             self.__dict__.pop("_model", None)  # the fingerprint of the older weights
             self._remember_given(model, flat[0])
 

@@ -119,6 +119,11 @@ class ModelDrafter:
         shapes = [((self.config.max_seqs, self.few), kind, self.count) for kind in KINDS]
         return [functools.partial(call, *arguments) for arguments in [((self.step_tokens,), KINDS[0], 0), *shapes]]
 
+    def update(self, leaves: list[Any]) -> None:
+        """Goes on with other weights: rows are empty, since drafts by what older ones computed would be refused."""
+        self._draft_rows = self._make_rows()
+        self.leaves = leaves
+
     def release(self) -> None:
         delete(self._cache)
         self._soundness.begin()
@@ -135,8 +140,11 @@ class ModelDrafter:
     def _make_sound(self) -> None:
         if not self._soundness.is_kept:
             self._cache = jax.tree.leaves(init(self.config, mesh=self.mesh))
-            self._draft_rows = [DraftRow(self._can_roll_back) for _ in range(self.config.max_seqs)]
+            self._draft_rows = self._make_rows()
             self._soundness.end()
+
+    def _make_rows(self) -> list[DraftRow]:
+        return [DraftRow(self._can_roll_back) for _ in range(self.config.max_seqs)]
 
     def _feed(self, sequences: Several[Sequence]) -> bool:
         """Feeds rows that lack many tokens some of them; tells whether there were any."""
