@@ -85,6 +85,11 @@ class StoredTensor(NamedTuple):
             raise ValueError(f"The gguf package cannot dequantize the format {format.name}.") from None
         return out.reshape(self.shape)
 
+    def split(self) -> list["StoredTensor"]:
+        """Returns the tensors along the first axis, which lie one after another."""
+        parts = self.data.reshape(self.shape[0], -1)
+        return [StoredTensor(self.shape[1:], self.format, part) for part in parts]
+
     @property
     def dtype(self) -> np.dtype:
         """What `read` returns by default."""

@@ -17,7 +17,11 @@ from jaxkv._files import gguf as reader
 from jaxkv._files.gguf import StoredTensor
 from jaxkv.models import loader
 
-FAMILIES = ("llama", "llama_linear", "llama3", "qwen2", "qwen3", "gemma2", "gemma3")
+FAMILIES = (
+    "llama", "llama_linear", "llama3", "qwen2", "qwen3", "gemma2", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_moe",
+    "qwen3_vl_moe", "granite", "smollm3", "olmo2", "seed_oss", "ernie4_5",
+)  # fmt: skip
+WINDOWS = ("qwen2", "qwen2_5_vl", "smollm3")  # GGUF files of these have none
 ENDS = ("<|im_end|>", "plain", "<|eot_id|>")
 
 
@@ -29,8 +33,11 @@ def metadata_of(name):
 
 def config_of(name):
     config = loader.read_config(fixtures.DATA / name)
-    if name == "qwen2":  # a GGUF file of Qwen 2 has no windows
+    if name in WINDOWS:
         config = dataclasses.replace(config, windows=[None] * config.num_layers)
+    if name == "smollm3":  # nor what layers rotate: each but every fourth
+        rotating, still = config.ropes[:2]
+        config = dataclasses.replace(config, ropes=(rotating,) * 3 + (still,))
     return config
 
 
@@ -45,7 +52,7 @@ def test_a_file_is_the_folder_that_it_was_made_of(tmp_path, name):
     wanted = config_of(name)
     assert abs(model.config.attention_scale / wanted.attention_scale - 1) < 1e-6
     assert dataclasses.replace(model.config, attention_scale=wanted.attention_scale) == wanted
-    if name != "qwen2":
+    if name not in ("qwen2", "qwen2_5_vl"):
         assert_alike(model, models.load(fixtures.DATA / name))
 
 
@@ -95,6 +102,40 @@ def test_every_format_of_the_package(kind, monkeypatch):
         wanted = gguf.dequantize(data, kind).reshape(5, group)
         found = StoredTensor((5, group), int(kind), data).read(np.dtype(np.float32))
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_experts_of_a_layer_are_one_tensor(tmp_path):
+    """Quantized too: each is dequantized by itself, where it is asked for."""
+    random = np.random.default_rng(0)
+    experts = random.normal(size=(6, 24, 32)).astype(np.float32)
+    data = gguf.quants.quantize(experts, gguf.GGMLQuantizationType.Q8_0)
+    kind = int(gguf.GGMLQuantizationType.Q8_0)
+    parts = StoredTensor(experts.shape, kind, data.reshape(-1)).split()
+    assert [part.shape for part in parts] == [(24, 32)] * 6
+    whole = gguf.dequantize(data, gguf.GGMLQuantizationType.Q8_0)
+    np.testing.assert_array_equal(np.stack([part.read() for part in parts]), whole)
+    assert sum(np.shares_memory(part.data, data) for part in parts) == 6
+
+
+@pytest.mark.parametrize(("metadata", "message"), [
+    ({"qwen3moe.expert_count": (None, 0)}, r"lacks qwen3moe\.expert_count in its metadata"),
+    ({"qwen3moe.expert_used_count": ("uint32", 7)}, r"num_experts_per_tok.*7"),
+    ({"qwen3moe.expert_feed_forward_length": ("uint32", 25)}, r"shape \[24, 32\], not \[25, 32\]"),
+    ({"qwen3moe.expert_shared_count": ("uint32", 1)}, r"qwen3moe\.expert_shared_count = 1"),
+    ({"qwen3moe.expert_count": ("uint32", 5)}, r"experts\.5\.\w+\.weight is unknown"),
+])  # fmt: skip
+def test_experts_that_do_not_fit_are_refused(tmp_path, metadata, message):
+    path = gguf_files.write(tmp_path / "model.gguf", "qwen3_moe", metadata=metadata)
+    with pytest.raises(ValueError, match=message):
+        models.load(path)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 1, 1, 7)])
+def test_experts_of_odd_shapes_are_refused(tmp_path, shape):
+    odd = {"blk.1.ffn_up_exps.weight": np.zeros(shape, np.float32)}
+    path = gguf_files.write(tmp_path / "model.gguf", "qwen3_moe", tensors=odd)
+    with pytest.raises(ValueError, match=r"ffn_up_exps\.weight of shape .*, which is not \[experts, outputs, inputs\]"):
+        models.load(path)
 
 
 def test_end_tokens_are_known_by_their_text_too(tmp_path):

@@ -15,9 +15,15 @@ SHARED = {
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "input_layernorm": "attn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "post_feedforward_layernorm": "post_ffw_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm", "pre_feedforward_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp",
+    **{f"mlp.experts.{name}_proj": f"ffn_{name}_exps" for name in ("gate", "up", "down")},
 }  # fmt: skip
-ARCHITECTURES = {"gemma3_text": "gemma3"}
+ARCHITECTURES = {
+    "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "qwen2_5_vl_text": "qwen2vl", "qwen3_vl_text": "qwen3vl",
+    "qwen3_vl_moe_text": "qwen3vlmoe",
+}  # fmt: skip
+PERMUTED = ("llama", "granite", "smollm3")
+BEHIND = ("gemma2", "gemma3", "olmo2", "seed_oss")  # whose post_attention_layernorm is called so
 
 
 def write(path, name, *, metadata=None, tensors=None, split=0, quantize=None):
@@ -30,6 +36,7 @@ def write(path, name, *, metadata=None, tensors=None, split=0, quantize=None):
       quantize: the format of matrices whose rows have whole groups.
     """
     config = json.loads((fixtures.DATA / name / "config.json").read_text())
+    config = config.get("text_config", config) | {"tie_word_embeddings": config["tie_word_embeddings"]}
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     entries = entries_of(config, architecture) | (metadata or {})
@@ -69,6 +76,23 @@ def entries_of(config, architecture):
     if full["rope_type"] == "linear":
         entries[f"{a}.rope.scaling.type"] = ("string", "linear")
         entries[f"{a}.rope.scaling.factor"] = ("float32", full["factor"])
+    if "expert" in " ".join(config):
+        entries |= {
+            f"{a}.expert_count": ("uint32", config.get("num_experts") or config["num_local_experts"]),
+            f"{a}.expert_used_count": ("uint32", config["num_experts_per_tok"]),
+            f"{a}.expert_feed_forward_length": ("uint32", config["moe_intermediate_size"]),
+        }
+    if architecture.startswith(("qwen2vl", "qwen3vl")):
+        entries[f"{a}.rope.dimension_sections"] = ("array", [*rope["mrope_section"], 0])
+    if architecture.startswith("qwen3vl"):
+        entries[f"{a}.n_deepstack_layers"] = ("uint32", 3)
+    if architecture == "granite":
+        entries |= {
+            f"{a}.attention.scale": ("float32", config["attention_multiplier"]),
+            f"{a}.embedding_scale": ("float32", config["embedding_multiplier"]),
+            f"{a}.residual_scale": ("float32", config["residual_multiplier"]),
+            f"{a}.logit_scale": ("float32", config["logits_scaling"]),
+        }
     if "gemma" in architecture:
         entries[f"{a}.attention.sliding_window"] = ("uint32", config["sliding_window"])
         entries[f"{a}.attention.scale"] = ("float32", config["query_pre_attn_scalar"] ** -0.5)
@@ -85,18 +109,38 @@ def entries_of(config, architecture):
 def named_tensors(name, config, architecture):
     """The tensors as llama.cpp's converter writes them."""
     found = {}
-    names = SHARED | {"post_attention_layernorm": "post_attention_norm" if "gemma" in architecture else "ffn_norm"}
-    stored = {name: x for file in weight_files(fixtures.DATA / name) for name, x in safetensors.read(file).items()}
-    for old, x in stored.items():
+    names = SHARED | {"post_attention_layernorm": "post_attention_norm" if architecture in BEHIND else "ffn_norm"}
+    for old, x in join_experts(read_text_model(name)).items():
         layer, stem, suffix = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", old).groups()
         new = f"{names[stem]}.{suffix}" if layer is None else f"blk.{layer}.{names[stem]}.{suffix}"
-        if architecture == "llama" and ("attn_q" in new or "attn_k" in new):
+        if architecture in PERMUTED and ("attn_q" in new or "attn_k" in new):
             heads = config["num_attention_heads" if "attn_q" in new else "num_key_value_heads"]
             x = x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
         found[new] = x + np.float32(1) if "gemma" in architecture and "norm" in new else x
     if config["rope_parameters"].get("rope_type") == "llama3":
         found["rope_freqs.weight"] = llama3_factors(config["rope_parameters"], config["head_dim"])
     return found
+
+
+def read_text_model(name):
+    stored = {
+        key: np.array(x) for file in weight_files(fixtures.DATA / name) for key, x in safetensors.read(file).items()
+    }
+    return {key.replace("model.language_model.", "model."): x for key, x in stored.items() if "visual" not in key}
+
+
+def join_experts(tensors):
+    """Those of a layer in one tensor of gates, one of up and one of down projections."""
+    experts, found = {}, {}
+    for key, x in tensors.items():
+        if alone := re.fullmatch(r"(.+\.experts)\.\d+\.(.+)", key):
+            experts.setdefault(f"{alone[1]}.{alone[2]}", []).append(x)
+        elif key.endswith("experts.gate_up_proj"):
+            for half, part in zip(("gate", "up"), np.split(x, 2, axis=1), strict=True):
+                found[key.replace("gate_up_proj", f"{half}_proj.weight")] = part
+        else:
+            found[f"{key}.weight" if key.endswith("experts.down_proj") else key] = x
+    return found | {key: np.stack(parts) for key, parts in experts.items()}
 
 
 def llama3_factors(rope, width):

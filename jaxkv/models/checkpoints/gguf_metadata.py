@@ -6,7 +6,9 @@ it as it does any other field.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from jaxkv.models.rope import Rope
 LARGEST_GEMMAS = {46: 144, 62: 168}  # layers of Gemma 2 and 3 27B, whose logits are scaled by the width of the model
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 ROPE_FREQS = "rope_freqs.weight"
+DENSE = re.compile(r"blk\.(\d{1,9})\.ffn_gate\.weight")
 # Names of entries behind the architecture's, and of the fields that say the same.
 FIELDS = {
     "context_length": "max_position_embeddings",
@@ -44,6 +47,21 @@ SCALING = {
 # The text of control tokens that end an answer in any model that has them, as in llama.cpp.
 ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
 
+# Norms behind attention and before and behind the MLP, by what families and GGUF files call them.
+LLAMA_NORMS = MappingProxyType({"ffn_norm": "post_attention_layernorm"})
+SEED_NORMS = MappingProxyType({"post_attention_norm": "post_attention_layernorm"})
+OLMO_NORMS = SEED_NORMS | {"post_ffw_norm": "post_feedforward_layernorm"}
+GEMMA_NORMS = OLMO_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+SECTIONS = ("rope.dimension_sections", "n_deepstack_layers")  # of what is no text: see `families.nested`
+GRANITE = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+EXPERTS = {
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
@@ -53,16 +71,18 @@ class Architecture:
       model_type: the family, as config.json names it.
       permuted: queries and keys are stored with adjacent entries paired by RoPE, and not those half a head apart.
       norm_offset: what is stored in a norm's weight besides the family's own.
-      sandwich: attention and MLP are followed by norms.
-      bias: the field that says that attention has biases, and the tensor by which one knows it.
+      norms: the names of norms' tensors that are not Llama's.
+      has_experts: experts of a layer are one tensor each of gates, up and down projections.
+      biases: fields that say which projections have biases, and what tensor of the first layer shows it.
       complete: adds fields, some from the architecture's own entries, which it takes away.
     """
 
     model_type: str
     permuted: bool = False
     norm_offset: float = 0.0
-    sandwich: bool = False
-    bias: tuple[str, str] | None = None
+    norms: Mapping[str, str] = LLAMA_NORMS
+    has_experts: bool = False
+    biases: Mapping[str, str] = MappingProxyType({})
     complete: Callable[[dict[str, Any], dict[str, Any]], None] = lambda fields, own: None
 
 
@@ -82,13 +102,43 @@ def _complete_gemma3(fields: dict[str, Any], own: dict[str, Any]) -> None:
         del fields["attn_logit_softcapping"]
 
 
+def _complete_vision_language(fields: dict[str, Any], own: dict[str, Any]) -> None:
+    for name in SECTIONS:
+        own.pop(name, None)
+
+
+def _complete_granite(fields: dict[str, Any], own: dict[str, Any]) -> None:
+    fields |= {field: own.pop(name) for name, field in GRANITE.items() if name in own}
+
+
+def _complete_qwen3_moe(fields: dict[str, Any], own: dict[str, Any]) -> None:
+    _complete_vision_language(fields, own)
+    fields |= {field: own.pop(name) for name, field in EXPERTS.items()}
+    fields["norm_topk_prob"] = True  # as llama.cpp computes it
+    if fields.get("intermediate_size") in (None, 0):
+        fields["intermediate_size"] = fields["moe_intermediate_size"]
+
+
+ATTENTION = {"attention_bias": "attn_q"}
 ARCHITECTURES = {
-    "llama": Architecture("llama", permuted=True, bias=("attention_bias", "blk.0.attn_q.bias")),
+    "llama": Architecture("llama", permuted=True, biases=ATTENTION | {"mlp_bias": "ffn_up"}),
     "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3", bias=("attention_bias", "blk.0.attn_q.bias")),
-    "gemma2": Architecture("gemma2", norm_offset=1.0, sandwich=True, complete=_complete_gemma2),
-    "gemma3": Architecture("gemma3_text", norm_offset=1.0, sandwich=True, complete=_complete_gemma3),
-}
+    "qwen3": Architecture("qwen3", biases=ATTENTION),
+    "gemma2": Architecture("gemma2", norm_offset=1.0, norms=GEMMA_NORMS, complete=_complete_gemma2),
+    "gemma3": Architecture("gemma3_text", norm_offset=1.0, norms=GEMMA_NORMS, complete=_complete_gemma3),
+    "qwen2vl": Architecture("qwen2", complete=_complete_vision_language),
+    "qwen3vl": Architecture("qwen3", biases=ATTENTION, complete=_complete_vision_language),
+    "qwen3moe": Architecture("qwen3_moe", has_experts=True, biases=ATTENTION, complete=_complete_qwen3_moe),
+    "qwen3vlmoe": Architecture("qwen3_moe", has_experts=True, biases=ATTENTION, complete=_complete_qwen3_moe),
+    "granite": Architecture("granite", permuted=True, complete=_complete_granite),
+    "smollm3": Architecture("smollm3", permuted=True),
+    "olmo2": Architecture("olmo2", norms=OLMO_NORMS),
+    "seed_oss": Architecture(
+        "seed_oss", norms=SEED_NORMS,
+        biases=ATTENTION | {"attention_out_bias": "attn_output", "mlp_bias": "ffn_up"},
+    ),
+    "ernie4_5": Architecture("ernie4_5", biases={"use_bias": "attn_q"}),
+}  # fmt: skip
 
 
 def find_architecture(metadata: Mapping[str, Any], where: str) -> Architecture:
@@ -122,15 +172,16 @@ def read_fields(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
     if missing := {"num_hidden_layers", "hidden_size", "num_attention_heads"} - fields.keys():
         names = {field: prefix + name for name, field in FIELDS.items()}
         raise ValueError(f"{where} lacks {names[min(missing)]} in its metadata.")
+    if architecture.has_experts and (absent := EXPERTS.keys() - own.keys()):
+        raise ValueError(f"{where} lacks {prefix}{min(absent)} in its metadata.")
     _read_head_dim(fields, own, prefix, where)
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     if "vocab_size" not in fields and "token_embd.weight" in tensors:
         fields["vocab_size"] = tensors["token_embd.weight"].shape[0]
     architecture.complete(fields, own)
-    if architecture.bias is not None:
-        fields[architecture.bias[0]] = architecture.bias[1] in tensors
-    if architecture.model_type == "llama":
-        fields["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    fields |= {field: f"blk.0.{name}.bias" in tensors for field, name in architecture.biases.items()}
+    if architecture.has_experts:
+        fields["mlp_only_layers"] = sorted(int(found[1]) for name in tensors if (found := DENSE.fullmatch(name)))
     fields["tie_word_embeddings"] = "output.weight" not in tensors
     fields["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
     fields["eos_token_id"] = find_ends(metadata)

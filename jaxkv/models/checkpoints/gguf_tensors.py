@@ -28,12 +28,9 @@ PER_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-PLAIN = {"ffn_norm": "post_attention_layernorm"}
-SANDWICH = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+ROUTER = {"ffn_gate_inp": "mlp.gate"}
+EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+MOST_EXPERTS = 2**16
 LAYER = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
 BUFFERS = re.compile(rf"{re.escape(ROPE_FREQS)}|blk\.\d+\.attn_rot_embd\.weight")
 
@@ -78,7 +75,7 @@ def name_tensors(
       fields: the config.json that `read_fields` returns.
       where: name of the file in errors.
     """
-    names = PER_LAYER | (SANDWICH if architecture.sandwich else PLAIN)
+    names = PER_LAYER | dict(architecture.norms) | (ROUTER if architecture.has_experts else {})
     heads = {"attn_q": fields["num_attention_heads"], "attn_k": fields["num_key_value_heads"]}
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -86,6 +83,11 @@ def name_tensors(
             continue
         layer = LAYER.fullmatch(name)
         key = layer[2] if layer else ""
+        if layer and architecture.has_experts and key in EXPERTS:
+            stem = f"model.layers.{int(layer[1])}.mlp.experts"
+            parts = _split_experts(tensor, name, where)
+            found |= {f"{stem}.{i}.{EXPERTS[key]}.{layer[3]}": Converted(x) for i, x in enumerate(parts)}
+            continue
         new = (
             f"model.layers.{int(layer[1])}.{names[key]}.{layer[3]}" if layer and key in names else WHOLE.get(name, name)
         )
@@ -96,3 +98,10 @@ def name_tensors(
             raise ValueError(f"{where} has {name} of shape {list(tensor.shape)}, which {permuted} heads cannot share.")
         found[new] = Converted(tensor, permuted, architecture.norm_offset if "norm" in name else 0.0)
     return found
+
+
+def _split_experts(tensor: StoredTensor, name: str, where: str) -> list[StoredTensor]:
+    """Returns the tensors of each expert. Raises ValueError for what no experts share."""
+    if len(tensor.shape) != 3 or not 0 < tensor.shape[0] <= MOST_EXPERTS:
+        raise ValueError(f"{where} has {name} of shape {list(tensor.shape)}, which is not [experts, outputs, inputs].")
+    return tensor.split()
