@@ -25,7 +25,7 @@ class DecoderConfig:
     Fields:
       family: the Hugging Face `model_type`, which determines the parameter names in checkpoints.
       embed_dim, mlp_dim: widths of the residual stream and of the gated MLP.
-      num_heads: query heads of every attention layer.
+      num_heads: query heads of every attention layer whose block says no other number.
       layers: cache config of each layer: its KV heads, their width, its window.
       blocks: what each block has, where that is not attention and an MLP in all; see `BlockConfig`. `layers` are then
         those of all blocks, one after another. A block with a mixer has norms before and none after.
@@ -53,7 +53,9 @@ class DecoderConfig:
       residual_scale: factor of attention's and the MLP's outputs, before they are added to the residual stream.
       logit_divisor: divides the final logits.
       qkv_bias, out_bias, mlp_bias: whether these projections have biases.
-      attention_gate: attention's outputs are multiplied by the sigmoid of a projection of the token.
+      attention_gate: attention's outputs are multiplied by a function of a projection of the token.
+      attention_gate_by, attention_gate_activation: whether each "entry" of a head's output has a gate of its own, or
+        each "head"; and the function.
       activation: of the MLP, and of experts.
       gated_mlp: MLPs and experts are `down(activation(gate(x)) * up(x))`; else `down(activation(up(x)))`.
       mlp_scales: factors of the MLP's gate, before the activation, and of its output.
@@ -114,6 +116,8 @@ class DecoderConfig:
     expert_layers: tuple[bool, ...] = ()
     sinks: bool = False
     attention_gate: bool = False
+    attention_gate_by: Literal["entry", "head"] = "entry"
+    attention_gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     value_norm: bool = False
     per_layer: PerLayerConfig | None = None
     streams: StreamsConfig | None = None
@@ -178,12 +182,19 @@ class DecoderConfig:
         if self.qk_norm_over not in ("head", "rotated_head", "all_heads"):
             known = "'head', 'rotated_head' or 'all_heads'"
             raise ValueError(f"qk_norm_over must be {known}, not {show(self.qk_norm_over)}.")
+        gates = {"attention_gate_by": ("entry", "head"), "attention_gate_activation": ("sigmoid", "softplus")}
+        for name, (first, second) in gates.items():
+            if getattr(self, name) not in (first, second):
+                raise ValueError(f"{name} must be {first!r} or {second!r}, not {show(getattr(self, name))}.")
         if self.blocks:
             check_blocks(self.blocks, len(self.layers))
-        for layer in self.attention_layers if self.latent is None else ():
-            if self.num_heads % layer.num_kv_heads:
+        if self.latent is not None and {*self.query_heads} != {self.num_heads}:
+            raise ValueError("Latent attention has the same number of query heads in all blocks.")
+        pairs = zip(self.query_heads, self.attention_layers, strict=True) if self.latent is None else ()
+        for num_heads, layer in pairs:
+            if num_heads % layer.num_kv_heads:
                 raise ValueError(
-                    f"{self.num_heads} query heads cannot be shared among {layer.num_kv_heads} KV heads: "
+                    f"{num_heads} query heads cannot be shared among {layer.num_kv_heads} KV heads: "
                     "num_heads must be a multiple of num_kv_heads."
                 )
             if layer.head_dim % 2:
@@ -230,6 +241,12 @@ class DecoderConfig:
     def first_layer(self, i: int) -> int:
         """Returns the index in `layers` of a block's first layer."""
         return sum(block.num_layers for block in self.blocks[:i]) if self.blocks else i
+
+    @property
+    def query_heads(self) -> tuple[int, ...]:
+        """Query heads of each attention layer."""
+        blocks = self.blocks or (ATTENTION,) * len(self.layers)
+        return tuple(block.num_heads or self.num_heads for block in blocks if block.attention)
 
     @property
     def attention_layers(self) -> tuple[LayerConfig, ...]:

@@ -134,13 +134,15 @@ class Experts(nnx.Module):
         logits = jnp.einsum("nm,me->ne", tokens.astype(jnp.float32), self.router[...].astype(jnp.float32))
         if self.router_bias is not None:
             logits += self.router_bias[...].astype(jnp.float32)[None]
+        if (cap := config.logit_soft_cap) is not None:
+            logits = cap * jnp.tanh(logits / cap)
         if config.scores == "softmax_of_chosen":
             best, chosen = jax.lax.top_k(logits, config.per_token)
             return chosen, jax.nn.softmax(best, axis=-1)
         scores = jax.nn.softmax(logits, axis=-1) if config.scores == "softmax" else jax.nn.sigmoid(logits)
-        preferred = scores
+        preferred = logits if config.choose_by == "logits" else scores
         if self.choice_bias is not None:  # balances the load: affects the choice, not the weights
-            preferred = scores + self.choice_bias[...].astype(jnp.float32)[None]
+            preferred += self.choice_bias[...].astype(jnp.float32)[None]
         _, chosen = jax.lax.top_k(self._limit_to_groups(preferred), config.per_token)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if config.normalise:

@@ -62,16 +62,30 @@ def scale(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
-class GatedAttention(Attention):
-    """Attention whose output is multiplied by the sigmoid of a projection of the token, `gate [H, D, E]`."""
+GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
 
-    def __init__(self, *args: Any, **options: Any):
+
+class GatedAttention(Attention):
+    """Attention whose output is multiplied by a function of a projection of the token, `gate [H, D, E]`; or
+    `head_gate [H, E]`, where a head's entries have one gate."""
+
+    def __init__(self, *args: Any, by: str, activation: str, **options: Any):
         super().__init__(*args, **options)
-        rngs, init = options["rngs"], nnx.initializers.lecun_normal(in_axis=-1, out_axis=(-3, -2))
-        self.gate = nnx.Param(init(rngs.params(), self.out.shape, self.out.dtype))
+        heads, head_dim, width = self.out.shape
+        self.gate = self._init_gate(options["rngs"], heads, head_dim, width) if by == "entry" else None
+        self.head_gate = self._init_gate(options["rngs"], heads, width) if by == "head" else None
+        self.gate_activation = activation
+
+    def _init_gate(self, rngs: nnx.Rngs, *shape: int) -> nnx.Param:
+        init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=range(-len(shape), -1))
+        return nnx.Param(init(rngs.params(), shape, self.out.dtype))
 
     def inputs(self, x: jax.Array, positions: Any) -> Any:
-        return super().inputs(x, positions), project("...e,hde->...hd", x, self.gate)
+        inputs = super().inputs(x, positions)
+        if self.gate is None:
+            assert self.head_gate is not None
+            return inputs, project("...e,he->...h", x, self.head_gate)[..., None]
+        return inputs, project("...e,hde->...hd", x, self.gate)
 
     def attend(self, inputs: tuple, *args: Any) -> tuple[Any, Any]:
         inputs, gate = inputs
@@ -80,7 +94,7 @@ class GatedAttention(Attention):
 
     def output(self, y: Any) -> jax.Array:
         y, gate = y
-        return super().output(y * jax.nn.sigmoid(gate))
+        return super().output(y * GATES[self.gate_activation](gate))
 
 
 class NormedRope(nnx.Module):
@@ -89,13 +103,13 @@ class NormedRope(nnx.Module):
     Weights are `[D]`, or `[H, D]` for queries and `[K, D]` for keys where all heads are normalised together.
     """
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, rope: Rope, dtype: Any):
+    def __init__(self, config: DecoderConfig, num_heads: int, layer: LayerConfig, rope: Rope, dtype: Any):
         def weight(heads: int) -> nnx.Param:
             front = (heads,) if config.qk_norm_over == "all_heads" else ()
             return norm_weight(config, (*front, layer.head_dim), dtype)
 
         self.config, self.rope = config, rope
-        self.query_norm = weight(config.num_heads)
+        self.query_norm = weight(num_heads)
         self.key_norm = weight(layer.num_kv_heads) if layer.shares_with is None else None  # it reads another's keys
 
     def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

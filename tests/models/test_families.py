@@ -12,13 +12,16 @@ from flax import nnx
 import jaxkv
 from jaxkv import LayerConfig
 from jaxkv.models import Decoder, DecoderConfig, Rope, config
+from jaxkv.models.config import LatentConfig
 from jaxkv.models.families import FAMILIES
+from jaxkv.models.mixers.block_config import BlockConfig
 
 MODELS = pathlib.Path(config.__file__).parent
 CONFIG = DecoderConfig(
     vocab_size=16, embed_dim=8, mlp_dim=8, num_heads=4, num_kv_heads=2, head_dim=4, max_seq_len=32,
     windows=(None, 4), ropes=(Rope(),) * 2, attention_scale=0.5,
 )  # fmt: skip
+LATENT = LatentConfig(rank=4, rope_dim=2, nope_dim=2, value_dim=2)
 
 
 def compared_names(source):
@@ -61,6 +64,10 @@ def test_layers_may_be_given_themselves():
         (dict(head_dim=3), "head_dim must be even"),
         (dict(num_kv_heads=3), "4 query heads cannot be shared among 3 KV heads"),
         (dict(layers=CONFIG.layers[:1]), "one entry per layer, but they have 1 and 2"),
+        (dict(blocks=(BlockConfig(), BlockConfig(num_heads=3))), "3 query heads cannot be shared among 2 KV heads"),
+        (dict(blocks=(BlockConfig(), BlockConfig(num_heads=3)), latent=LATENT), "same number of query heads"),
+        (dict(attention_gate_by="token"), "attention_gate_by must be 'entry' or 'head', not 'token'"),
+        (dict(attention_gate_activation="relu"), "attention_gate_activation must be 'sigmoid' or 'softplus'"),
     ],
 )
 def test_bad_arguments(change, says):

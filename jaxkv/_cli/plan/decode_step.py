@@ -52,6 +52,17 @@ class Collective:
         return {link: sent for link, sent in ((chip.link, self.sent - outside), (chip.network, outside)) if sent}
 
 
+def divides_heads(config: DecoderConfig, devices: Devices) -> bool:
+    """Tells whether query heads can be divided evenly, in every layer."""
+    return all(heads % devices.tensor == 0 for heads in config.query_heads)
+
+
+def count_heads(config: DecoderConfig, devices: Devices) -> int:
+    """Returns the query heads of a layer on a device; of layers that differ, the mean."""
+    heads = sum(config.query_heads) // len(config.query_heads)
+    return heads // devices.tensor if divides_heads(config, devices) else heads
+
+
 def collectives(config: DecoderConfig, devices: Devices, rows: int, itemsize: int = ITEMSIZE) -> list[Collective]:
     """Returns the collectives of a decode step of `rows` rows a data-parallel group, with `itemsize` bytes a value.
 
@@ -60,7 +71,7 @@ def collectives(config: DecoderConfig, devices: Devices, rows: int, itemsize: in
     replicated, and need no sum. Over `context` a layer gathers a float32 output and LSE for every query head. Over
     `data` nothing is sent.
     """
-    by_heads, by_vocab = config.num_heads % devices.tensor == 0, config.vocab_size % devices.tensor == 0
+    by_heads, by_vocab = divides_heads(config, devices), config.vocab_size % devices.tensor == 0
     experts = config.expert_layers or (False,) * config.num_layers
     own, shared = (config.experts.mlp_dim, config.experts.shared_dim) if config.experts else (0, 0)
     blocks = [config.block(i) for i in range(config.num_layers)]
@@ -73,7 +84,7 @@ def collectives(config: DecoderConfig, devices: Devices, rows: int, itemsize: in
     mixing = sum(shape[0] % devices.tensor == 0 for shape in outputs)
     behind = sum(any(n > 0 and n % devices.tensor == 0 for n in widths) for widths in divided)
     sums = attending * by_heads + mixing + behind + by_vocab
-    heads = config.num_heads // (devices.tensor if by_heads else 1)
+    heads = count_heads(config, devices)
     output = config.head_dim if config.latent is None else config.latent.rank
     logits = rows * 4 * config.vocab_size // devices.tensor
     over_tensor, over_context = (dict(over=name, devices=getattr(devices, name)) for name in ("tensor", "context"))
@@ -172,7 +183,7 @@ def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: i
         every = matrices * read * width * experts.count * sum(config.expert_layers)
         share = experts.per_token / experts.count
         idle, unread = every * (1 - share), every * (1 - share) ** max(rows, 1)
-    heads = config.num_heads // (devices.tensor if config.num_heads % devices.tensor == 0 else 1)
+    heads = count_heads(config, devices)
     read_cache, attended, scored = attention_work(cache, found.mean_len, config.index)
     return DecodeStep(
         rows=rows,

@@ -128,7 +128,7 @@ class Devices:
 
 def shapes_of(count: int, config: DecoderConfig) -> Iterator[Devices]:
     """Yields the meshes of `count` devices that shard query heads evenly, at most one device a head."""
-    for tensor in _divisors(math.gcd(count, config.num_heads)):
+    for tensor in _divisors(math.gcd(count, *config.query_heads)):
         for context in _divisors(count // tensor):
             yield Devices(tensor, count // tensor // context, context)
 

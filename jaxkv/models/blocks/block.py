@@ -31,7 +31,8 @@ class Block(nnx.Module):
             return norm_weight(config, config.embed_dim, dtype) if wanted else None
 
         has_mixer = own.mixer is not None
-        before, behind = config.pre_norms or has_mixer, config.post_norms and not has_mixer
+        before = config.pre_norms or has_mixer
+        behind = config.post_norms and not has_mixer if own.post_norms is None else own.post_norms
         self.attention_norm = norm(before and own.num_layers > 0)
         self.attention = make_attention(config, layer, dtype, rngs) if own.attention else None
         self.mixer = None if own.mixer is None else make_mixer(config, own.mixer, dtype, rngs)
@@ -128,24 +129,26 @@ class Block(nnx.Module):
 
 def make_attention(config: DecoderConfig, i: int, dtype: Any, rngs: nnx.Rngs) -> Attention | LatentAttention:
     """Makes a block's attention."""
-    rope, kept = config.ropes[i], config.layers[config.first_layer(i)]
+    rope, kept, own = config.ropes[i], config.layers[config.first_layer(i)], config.block(i)
+    num_heads = own.num_heads or config.num_heads
     if config.latent is not None:
         return LatentAttention(config, config.latent, rope, dtype, rngs, kept.index_dim is not None)
-    kind: Any = GatedAttention if config.attention_gate else Attention
-    if config.value_norm or kept.shares_with is not None or config.block(i).values_are_keys:
+    by, activation = config.attention_gate_by, config.attention_gate_activation
+    kind: Any = functools.partial(GatedAttention, by=by, activation=activation) if config.attention_gate else Attention
+    if config.value_norm or kept.shares_with is not None or own.values_are_keys:
         eps = config.norm_eps if config.value_norm else None
-        own: dict[str, Any] = dict(owner=kept.shares_with, values_are_keys=config.block(i).values_are_keys)
-        kind = functools.partial(SharedAttention, value_eps=eps, **own)
+        shares: dict[str, Any] = dict(owner=kept.shares_with, values_are_keys=own.values_are_keys)
+        kind = functools.partial(SharedAttention, value_eps=eps, **shares)
     return kind(
         config.embed_dim,
-        config.num_heads,
+        num_heads,
         kept.num_kv_heads,
         kept.head_dim,
         v_head_dim=kept.v_head_dim,
         use_bias=config.qkv_bias,
         use_out_bias=config.out_bias,
-        use_sinks=config.sinks,
-        position_fn=NormedRope(config, kept, rope, dtype) if config.qk_norm else rope,
+        use_sinks=config.sinks if own.sinks is None else own.sinks,
+        position_fn=NormedRope(config, num_heads, kept, rope, dtype) if config.qk_norm else rope,
         scale=config.attention_scale * config.attention_scales[1],
         soft_cap=config.attention_soft_cap,
         window=kept.window,

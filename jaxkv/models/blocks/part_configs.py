@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from jaxkv._core.config.validation import integer, real
+from jaxkv._core.config.validation import integer, real, show
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,9 @@ class ExpertsConfig:
       normalise: divide the chosen experts' scores by their sum; then `scale` multiplies them.
       groups, groups_per_token: number of expert groups, and of the groups among which a token is routed. A group is
         rated by its best expert, or with a sigmoid by the sum of its best two.
-      bias: router and experts have biases. choice_bias: a further bias for each expert that affects the choice alone.
+      bias: router and experts have biases. choice_bias: a further bias for each expert that affects the choice alone;
+        it is added to scores, or with `choose_by` "logits" to those.
+      logit_soft_cap: c in `c * tanh(x / c)`, on the logits.
       shared_dim: hidden width of an MLP that also processes all tokens; 0: none.
       weigh_inputs: multiply an expert's input by the token's weight, not its output.
       shared_gate: multiply that MLP's output by the sigmoid of a projection of the token to one number.
@@ -101,6 +103,8 @@ class ExpertsConfig:
     groups_per_token: int = 1
     bias: bool = False
     choice_bias: bool = False
+    choose_by: Literal["scores", "logits"] = "scores"
+    logit_soft_cap: float | None = None
     weigh_inputs: bool = False
     shared_dim: int = 0
     shared_gate: bool = False
@@ -117,8 +121,11 @@ class ExpertsConfig:
         integer("latent_dim", self.latent_dim, least=0)
         real("scale", self.scale, above=0)
         real("alpha", self.alpha, above=0)
-        if self.limit is not None:
-            real("limit", self.limit, above=0)
+        for name in ("limit", "logit_soft_cap"):
+            if getattr(self, name) is not None:
+                real(name, getattr(self, name), above=0)
+        if self.choose_by not in ("scores", "logits"):
+            raise ValueError(f"choose_by must be 'scores' or 'logits', not {show(self.choose_by)}.")
         size, least = self.count // self.groups, 2 if self.scores == "sigmoid" and self.groups > 1 else 1
         if self.count % self.groups or size < least or self.groups_per_token > self.groups:
             raise ValueError(

@@ -53,7 +53,8 @@ def outer_shapes(config: DecoderConfig) -> Shapes:
 def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """Returns the shapes of a layer's parameters."""
     block, norm = config.block(layer), (config.embed_dim,)
-    before, behind = config.pre_norms or block.mixer is not None, config.post_norms and block.mixer is None
+    before = config.pre_norms or block.mixer is not None
+    behind = config.post_norms and block.mixer is None if block.post_norms is None else block.post_norms
     shapes: Shapes = {
         ("attention_norm",): norm if before and block.num_layers else None,
         ("mlp_norm",): norm if before and block.mlp else None,
@@ -92,25 +93,26 @@ def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
 
 
 def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
-    width, heads = config.embed_dim, config.num_heads
-    kept = config.layers[config.first_layer(layer)]
+    width, block, kept = config.embed_dim, config.block(layer), config.layers[config.first_layer(layer)]
+    heads, sinks = block.num_heads or config.num_heads, config.sinks if block.sinks is None else block.sinks
     kv_heads, head_dim = kept.num_kv_heads, kept.head_dim
     v_head_dim, stores = kept.v_head_dim or head_dim, kept.shares_with is None
-    has_values = stores and not config.block(layer).values_are_keys
+    has_values = stores and not block.values_are_keys
     all_heads, has_norms = config.qk_norm_over == "all_heads", config.qk_norm
     query_norm, key_norm = ((n, head_dim) if all_heads else (head_dim,) for n in (heads, kv_heads))
-    bias = config.qkv_bias
+    bias, by_head = config.qkv_bias, config.attention_gate_by == "head"
     return {
         ("query",): (heads, head_dim, width),
         ("key",): (kv_heads, head_dim, width) if stores else None,
         ("value",): (kv_heads, v_head_dim, width) if has_values else None,
         ("out",): (heads, v_head_dim, width),
-        ("gate",): (heads, v_head_dim, width) if config.attention_gate else None,
+        ("gate",): (heads, v_head_dim, width) if config.attention_gate and not by_head else None,
+        ("head_gate",): (heads, width) if config.attention_gate and by_head else None,
         ("query_bias",): (heads, head_dim) if bias else None,
         ("key_bias",): (kv_heads, head_dim) if bias and stores else None,
         ("value_bias",): (kv_heads, v_head_dim) if bias and has_values else None,
         ("out_bias",): (width,) if config.out_bias else None,
-        ("sinks",): (heads,) if config.sinks else None,
+        ("sinks",): (heads,) if sinks else None,
         ("position_fn", "query_norm"): query_norm if has_norms else None,
         ("position_fn", "key_norm"): key_norm if has_norms and stores else None,
     }

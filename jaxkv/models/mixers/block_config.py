@@ -196,20 +196,35 @@ Mixer = DeltaConfig | ShortConvConfig | SpaceConfig
 class BlockConfig:
     """What a block has. With both attention and a mixer, they stand side by side.
 
+    Fields:
+      mixer, attention: what comes first; by default attention where there is no mixer.
+      mlp: whether an MLP or experts follow. mlp_dim: width of that MLP; default: the config's.
+      num_heads: query heads; default: the config's.
+      sinks: whether attention has the config's sinks; default: what the config says.
+      post_norms: whether norms follow, as with the config's `post_norms`; default: what the config says, and without a
+        mixer.
+      gate_sparsity: share of the MLP's gates that are 0, were they distributed normally.
+      values_are_keys: values are keys before their norm and rotation; there is no projection of values.
+
     >>> BlockConfig(mixer=DeltaConfig(key_heads=1, value_heads=1, key_dim=2, value_dim=2, width=2)).attention
     False
     """
 
     mixer: Mixer | None = None
-    attention: bool | None = None  # default: where there is no mixer
-    mlp: bool = True  # or experts
-    mlp_dim: int | None = None  # default: the config's
-    gate_sparsity: float = 0.0  # share of the MLP's gates that are 0, were they distributed normally
-    values_are_keys: bool = False  # before their norm and rotation; there is no projection of values
+    attention: bool | None = None
+    mlp: bool = True
+    mlp_dim: int | None = None
+    num_heads: int | None = None
+    sinks: bool | None = None
+    post_norms: bool | None = None
+    gate_sparsity: float = 0.0
+    values_are_keys: bool = False
 
     def __post_init__(self):
         if self.attention is None:
             object.__setattr__(self, "attention", self.mixer is None)
+        if self.num_heads is not None:
+            check_sizes(self, "num_heads")
 
     @property
     def num_layers(self) -> int:
