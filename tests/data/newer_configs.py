@@ -68,6 +68,47 @@ FIXTURES = {
         norm_topk_prob=False, rope_parameters=YARN | dict(mscale=1.5, mscale_all_dim=0.8),
     ),
 }  # fmt: skip
+CONVS = ["conv", "full_attention", "conv"]
+SLIDING_FIRST = ["sliding_attention", "full_attention", "sliding_attention"]
+FIXTURES |= {
+    "lfm2_moe": transformers.Lfm2MoeConfig(
+        **NARROW | UNTIED | dict(num_hidden_layers=3), layer_types=CONVS, conv_bias=True, num_dense_layers=1,
+        moe_intermediate_size=16, num_experts=6, num_experts_per_tok=3, routed_scaling_factor=1.5,
+        rope_parameters=PLAIN, conv_L_cache=4,
+    ),
+    "mimo_v2_flash": transformers.MiMoV2FlashConfig(
+        **TINY | ROUTED | dict(num_hidden_layers=3, num_key_value_heads=1), n_routed_experts=6, v_head_dim=12,
+        sliding_window=6, layer_types=SLIDING_FIRST, mlp_layer_types=["sparse", "dense", "sparse"],
+        attention_value_scale=0.6, attention_bias=True,
+        rope_parameters=dict(full_attention=PLAIN | dict(partial_rotary_factor=0.5),
+                             sliding_attention=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.25)),
+    ),
+    "laguna": transformers.LagunaConfig(
+        **TINY | dict(num_hidden_layers=3), num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16,
+        shared_expert_intermediate_size=20, sliding_window=6, layer_types=SLIDING_FIRST, attention_bias=True,
+        num_attention_heads_per_layer=[6, 4, 2], mlp_layer_types=["sparse", "dense", "sparse"],
+        moe_routed_scaling_factor=1.5, moe_router_logit_softcapping=0.7, rope_parameters=LOCAL,
+    ),
+    "laguna_gates": transformers.LagunaConfig(
+        **TINY, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16, shared_expert_intermediate_size=20,
+        gating="per-element",
+    ),
+    "kolibri1": transformers.Kolibri1Config(
+        **NO_WIDTH | dict(num_hidden_layers=3), num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16,
+        shared_expert_intermediate_size=20, sliding_window=6, layer_types=SLIDING_FIRST, norm_topk_prob=True,
+        rope_parameters=PLAIN,
+    ),
+    "lfm3": transformers.Lfm3Config(
+        **TINY | UNTIED | dict(num_hidden_layers=4), layer_types=["sliding_attention", *CONVS], conv_bias=True,
+        conv_L_cache=4, sliding_window=6, attention_bias=True,
+        rope_parameters=LOCAL | dict(full_attention=PLAIN | dict(rope_type="proportional", partial_rotary_factor=0.25)),
+    ),
+    "bamba": transformers.BambaConfig(
+        **NARROW | dict(num_hidden_layers=3), attn_layer_indices=[1], mamba_n_heads=4, mamba_d_state=8, mamba_expand=2,
+        mamba_n_groups=2, mamba_chunk_size=16, mamba_proj_bias=True, mlp_bias=True, attention_bias=True,
+        rope_parameters=dict(PLAIN),  # which it changes
+    ),
+}  # fmt: skip
 OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")} | {"type": "yarn"}
 SIGMOIDS = dict(scoring_func="sigmoid", topk_method="noaux_tc")
 # Fields left out, fields put in.
@@ -116,5 +157,21 @@ OLD_FORMS = {
     "axk1": (
         ["rope_parameters", "qk_head_dim", "head_dim", "rope_interleave"],
         dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(mscale=1.5, mscale_all_dim=0.8), ep_size=1, **SIGMOIDS),
+    ),
+    "lfm2_moe": (["rope_parameters", "tie_word_embeddings"], dict(rope_theta=500.0, tie_embedding=False)),
+    "mimo_v2_flash": (
+        ["layer_types", "mlp_layer_types", "sliding_window", "rms_norm_eps"],
+        dict(hybrid_layer_pattern=[1, 0, 1], moe_layer_freq=[1, 0, 1], sliding_window=5, sliding_window_size=5,
+             attention_chunk_size=5, layernorm_epsilon=1e-5, swa_num_key_value_heads=2, swa_num_attention_heads=4,
+             swa_head_dim=16, swa_v_head_dim=12, add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False,
+             n_shared_experts=None, **SIGMOIDS),
+    ),
+    "laguna": (["gating"], dict(gating=True, moe_apply_router_weight_on_input=False)),
+    "laguna_gates": (["num_attention_heads_per_layer", "mlp_layer_types", "layer_types", "rope_parameters"], {}),
+    "kolibri1": (["rope_parameters"], dict(rope_theta=500.0, rope_scaling=None)),
+    "lfm3": (["tie_word_embeddings", "norm_eps"], dict(tie_embedding=False, norm_eps=1e-5)),
+    "bamba": (
+        ["rope_parameters", "mamba_d_head", "time_step_limit"],
+        dict(rope_theta=500.0, rope_scaling=None, mamba_d_head="auto", z_loss_coefficient=0.0),
     ),
 }  # fmt: skip

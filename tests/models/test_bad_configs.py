@@ -82,6 +82,16 @@ OWN |= {
     "mellum": {"num_experts": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "norm_topk_prob": True,
                "mlp_layer_types": SPARSE, "layer_types": LOCAL * 2, "sliding_window": 16, "attention_bias": False},
     "axk1": LATENT | SIGMOIDS | {"n_routed_experts": 8, "n_shared_experts": 1, "mlp_layer_types": SPARSE},
+    "mimo_v2_flash": {name: value for name, value in SIGMOIDS.items() if name != "routed_scaling_factor"} | {
+        "n_routed_experts": 8, "v_head_dim": 8, "sliding_window": 16, "layer_types": LOCAL * 2,
+        "mlp_layer_types": SPARSE, "attention_value_scale": 0.5, "attention_bias": False,
+    },  # whose scale may be null
+    "kolibri1": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+                 "shared_expert_intermediate_size": 16, "sliding_window": 16},
+    "laguna": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "sliding_window": 16,
+               "shared_expert_intermediate_size": 16, "layer_types": LOCAL * 2, "mlp_layer_types": SPARSE,
+               "num_attention_heads_per_layer": [4, 2, 4, 2], "gating": "per-head", "moe_routed_scaling_factor": 2.5,
+               "moe_router_logit_softcapping": 8.0, "attention_bias": False},
 }  # fmt: skip
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64}  # fmt: skip
@@ -110,7 +120,9 @@ RIGHT = {
     "moe_layer_start_index": [0, 10**9], "moe_layer_end_index": [-1, 0], "moe_layer_interval": [10**9],
     "moe_num_experts": [None], "moe_k": [None], "moe_num_shared_experts": [0, 10**9], "moe_norm_min": [0],
     "n_routed_experts": [None], "num_shared_experts": [0, 10**9], "mlp_layer_types": [None],
-    "router_scaling_factor": [1.5, 10**9],
+    "router_scaling_factor": [1.5, 10**9], "attention_value_scale": [None, 1.5, 10**9], "gating": [True],
+    "num_attention_heads_per_layer": [None], "moe_routed_scaling_factor": [1.5, 10**9],
+    "moe_router_logit_softcapping": [0, 1.5, 10**9],
     "swiglu_alpha": [1.5, 10**9], "mlp_only_layers": [None, [], [1]], "decoder_sparse_step": [10**9],
 }  # fmt: skip
 
@@ -156,6 +168,15 @@ def test_a_field_of_the_wrong_kind_is_refused_by_name(family):
         ("hy_v3", {"mlp_bias": True}, "mlp_bias = True"),
         ("youtu", {"first_k_dense_replace": 1}, "n_routed_experts = 1"),
         ("axk1", {"q_lora_rank": None}, "q_lora_rank = None"),
+        ("mimo_v2_flash", {"add_swa_attention_sink_bias": False}, "add_swa_attention_sink_bias = False"),
+        ("mimo_v2_flash", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias = True"),
+        ("mimo_v2_flash", {"swa_head_dim": 32}, "swa_head_dim = 32"),
+        ("mimo_v2_flash", {"attention_chunk_size": 64}, "attention_chunk_size = 64"),
+        ("mimo_v2_flash", {"layer_types": None, "hybrid_layer_pattern": [2, 0, 0, 0]}, "hybrid_layer_pattern = "),
+        ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts = 1"),
+        ("laguna", {"gating": False}, "gating = False"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 3, 4, 2]}, "3 query heads cannot be shared among 2 KV heads"),
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input = True"),
     ],
 )
 def test_what_is_not_computed_is_refused(family, change, sentence):

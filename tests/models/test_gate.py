@@ -17,6 +17,7 @@ from jaxkv.models.decoder import Decoder
 from jaxkv.models.loader import read_config
 
 PUBLISHED = json.loads((fixtures.DATA / "published.json").read_text())
+DEFAULTS = json.loads((fixtures.DATA / "defaults.json").read_text())
 READ = [name for name, entry in PUBLISHED.items() if entry["expected"] is not None]
 QUANTISED = "qwen3-32b-fp8-static-modelopt"  # by quantization_config, in a way that is not read
 LLAMA, QWEN, GPT_OSS = (PUBLISHED[name]["config"] for name in ("llama-3.1-8b", "qwen3-8b", "gpt-oss-20b"))
@@ -61,6 +62,11 @@ def test_as_many_parameters_as_transformers_has(name):
     chosen = config.experts is not None and config.experts.choice_bias  # a buffer there, a parameter here
     buffers = config.experts.count * sum(config.expert_layers) if chosen else config.num_layers * config.layer_scale
     assert count_parameters(config) - buffers == PUBLISHED[name]["expected"]["parameters"]
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_as_many_parameters_as_transformers_has_by_default(name):
+    assert count_parameters(parse(DEFAULTS[name]["config"])[0]) == DEFAULTS[name]["parameters"]
 
 
 def test_which_fields_are_passed():

@@ -213,6 +213,10 @@ def test_a_field_of_the_wrong_kind_is_refused_or_read_and_written_again(name):
         ("falcon_h1", {"attn_layer_indices": [0]}, r"attn_layer_indices = \[0\]"),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, "a list of 5 numbers"),
         ("falcon_h1", {"time_step_limit": [1.0, 0.5]}, "time_step_limit = .*two numbers"),
+        ("bamba", {"attn_layer_indices": None}, "attn_layer_indices = None"),
+        ("bamba", {"layer_types": ["full_attention"] * 3}, "layer_types = "),
+        ("lfm2_moe", {"layer_types": None}, "lacks the field layer_types"),
+        ("lfm3", {"sliding_window": None}, "sliding_attention only with a sliding_window"),
     ],
 )
 def test_what_a_family_refuses(name, change, says):

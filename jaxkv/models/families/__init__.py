@@ -22,10 +22,13 @@ from jaxkv.models.families.experts import (
 )
 from jaxkv.models.families.family import Family as Family
 from jaxkv.models.families.hybrid import (
+    bamba,
     falcon_h1,
     granitemoehybrid,
     kimi_linear,
     lfm2,
+    lfm2_moe,
+    lfm3,
     nemotron_h,
     olmo_hybrid,
     qwen3_5,
@@ -49,7 +52,7 @@ from jaxkv.models.families.prenorm import (
     smollm3,
 )
 from jaxkv.models.families.vision_language import make_wrappers
-from jaxkv.models.families.windowed import dots1, exaone_moe, mellum
+from jaxkv.models.families.windowed import dots1, exaone_moe, kolibri1, laguna, mellum, mimo_v2_flash
 
 FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,
@@ -114,5 +117,11 @@ FAMILIES: dict[str, Family] = {
     "arcee": arcee.FAMILY,
     "mellum": mellum.FAMILY,
     "axk1": axk1.FAMILY,
+    "lfm2_moe": lfm2_moe.FAMILY,
+    "mimo_v2_flash": mimo_v2_flash.FAMILY,
+    "laguna": laguna.FAMILY,
+    "kolibri1": kolibri1.FAMILY,
+    "lfm3": lfm3.FAMILY,
+    "bamba": bamba.FAMILY,
 }
 FAMILIES |= make_wrappers(FAMILIES)

@@ -11,6 +11,7 @@ from jaxkv.models.config_fields import FULL, MOST_DIM, Fields
 from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
 from jaxkv.models.families.hybrid_common import kinds_of, mix, mixer_of, read_kinds, whole_conv
 from jaxkv.models.mixers.block_config import ShortConvConfig
+from jaxkv.models.rope import Rope
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 CONV = "conv"
@@ -39,11 +40,7 @@ UNUSED = (
 
 
 def parse(fields: Fields) -> DecoderConfig:
-    num_layers = read_num_layers(fields)
-    tied = fields.flag("tie_embedding", True)
-    common = read_common(
-        fields, num_kv_heads=(8,), norm_eps=fields.number("norm_eps", 1e-5, least=0), tied=tied, mlp_dim=(12_288,)
-    )
+    num_layers, common = read_num_layers(fields), read_lfm(fields)
     for name in ("block_use_swiglu", "use_pos_enc"):
         fields.must_be(name, True)
     for name in UNUSED:
@@ -53,14 +50,29 @@ def parse(fields: Fields) -> DecoderConfig:
         raise fields.refuse("full_attn_idxs", listed, "a list of layers")
     attending = range(num_layers) if listed is None else listed
     kinds = read_kinds(fields, [FULL if i in attending else CONV for i in range(num_layers)], (CONV, FULL))
-    conv = ShortConvConfig(
-        channels=common["embed_dim"], width=fields.size("conv_L_cache", 3, least=2, most=MOST_DIM),
+    return DecoderConfig(**common | dict(
+        blocks=mix(kinds, read_conv(fields, common["embed_dim"])), ropes=(read_rope(fields, common),) * num_layers,
+        mlp_dim=_read_mlp_dim(fields, common),
+    ))  # fmt: skip
+
+
+def read_lfm(fields: Fields, *, mlp_dim: int = 12_288, num_kv_heads: int = 8, **defaults: Any) -> dict[str, Any]:
+    """Reads the fields common to LFM2, with experts or without, and LFM3, as arguments of `DecoderConfig`."""
+    tied, eps = fields.flag("tie_embedding", True), fields.number("norm_eps", 1e-5, least=0)
+    common = read_common(fields, num_kv_heads=(num_kv_heads,), norm_eps=eps, tied=tied, mlp_dim=(mlp_dim,), **defaults)
+    return common | {"qk_norm": True}
+
+
+def read_conv(fields: Fields, channels: int, *, width: int = 3) -> ShortConvConfig:
+    """Reads the short convolutions, whose default width is a family's."""
+    return ShortConvConfig(
+        channels=channels, width=fields.size("conv_L_cache", width, least=2, most=MOST_DIM),
         bias=fields.flag("conv_bias", False),
     )  # fmt: skip
-    rope = parse_ropes(fields, common["max_seq_len"], theta=1_000_000.0)[FULL]
-    return DecoderConfig(**common | dict(
-        blocks=mix(kinds, conv), ropes=(rope,) * num_layers, qk_norm=True, mlp_dim=_read_mlp_dim(fields, common),
-    ))  # fmt: skip
+
+
+def read_rope(fields: Fields, common: dict[str, Any]) -> Rope:
+    return parse_ropes(fields, common["max_seq_len"], theta=1_000_000.0)[FULL]
 
 
 def _read_mlp_dim(fields: Fields, common: dict[str, Any]) -> int:
@@ -77,12 +89,15 @@ def _read_mlp_dim(fields: Fields, common: dict[str, Any]) -> int:
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
+    own = {"layer_types": kinds_of(config, CONV), "block_auto_adjust_ff_dim": False}
+    return render_lfm(config) | own | {"rope_parameters": render_rope(config.ropes[0])}
+
+
+def render_lfm(config: DecoderConfig) -> dict[str, Any]:
+    """Writes what `read_lfm` and `read_conv` read."""
     conv, fields = mixer_of(config), render_common(config)
     own = {} if conv is None else {"conv_L_cache": conv.width, "conv_bias": conv.bias}
-    return fields | own | {
-        "norm_eps": fields.pop("rms_norm_eps"), "layer_types": kinds_of(config, CONV),
-        "block_auto_adjust_ff_dim": False, "rope_parameters": render_rope(config.ropes[0]),
-    }  # fmt: skip
+    return fields | own | {"norm_eps": fields.pop("rms_norm_eps")}
 
 
 FAMILY = Family(parse=parse, render=render, architectures=("Lfm2ForCausalLM",), tensors=TENSORS)
