@@ -16,6 +16,14 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+# GPT-4o's: words of one case or with a capital first, each with its own ending.
+CAPITALS, SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+WORDS_BY_CASE = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}*{SMALL}+{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}+{SMALL}*{ENDINGS}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BY_CASE = {"gpt-4o", "llama4"}
 BY_THREE = {"llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "dbrx", "pixtral"}
 BY_DIGIT = {"qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"}
 GPT2 = {"gpt-2", "default", "phi-2", "olmo", "jais", "mpt", "trillion"}
@@ -78,15 +86,15 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], where: str) 
     )
     built = Tokenizer(model)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in GPT2 | GPT2_BY_DIGIT)
-    if pre in BY_THREE | BY_DIGIT:
-        words = Regex(WORDS.format("{1,3}" if pre in BY_THREE else ""))
+    if pre in BY_THREE | BY_DIGIT | BY_CASE:
+        words = Regex(WORDS_BY_CASE if pre in BY_CASE else WORDS.format("{1,3}" if pre in BY_THREE else ""))
         built.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), byte_level])
     elif pre in GPT2_BY_DIGIT:
         built.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     elif pre in GPT2:
         built.pre_tokenizer = byte_level
     else:
-        known = ", ".join(sorted(GPT2 | GPT2_BY_DIGIT | BY_THREE | BY_DIGIT))
+        known = ", ".join(sorted(GPT2 | GPT2_BY_DIGIT | BY_THREE | BY_DIGIT | BY_CASE))
         raise ValueError(f"{where} cuts texts into words as {show(pre)} (tokenizer.ggml.pre), but known are {known}.")
     if pre in NORMALIZED:
         built.normalizer = normalizers.NFC()

@@ -20,6 +20,7 @@ from jaxkv.models import loader
 FAMILIES = (
     "llama", "llama_linear", "llama3", "qwen2", "qwen3", "gemma2", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_moe",
     "qwen3_vl_moe", "granite", "smollm3", "olmo2", "seed_oss", "ernie4_5",
+    "gpt_oss",
 )  # fmt: skip
 WINDOWS = ("qwen2", "qwen2_5_vl", "smollm3")  # GGUF files of these have none
 ENDS = ("<|im_end|>", "plain", "<|eot_id|>")
@@ -35,6 +36,8 @@ def config_of(name):
     config = loader.read_config(fixtures.DATA / name)
     if name in WINDOWS:
         config = dataclasses.replace(config, windows=[None] * config.num_layers)
+    if name == "gpt_oss":  # no entry says where gates are clipped
+        config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, limit=7.0))
     if name == "smollm3":  # nor what layers rotate: each but every fourth
         rotating, still = config.ropes[:2]
         config = dataclasses.replace(config, ropes=(rotating,) * 3 + (still,))
@@ -135,6 +138,21 @@ def test_experts_of_odd_shapes_are_refused(tmp_path, shape):
     odd = {"blk.1.ffn_up_exps.weight": np.zeros(shape, np.float32)}
     path = gguf_files.write(tmp_path / "model.gguf", "qwen3_moe", tensors=odd)
     with pytest.raises(ValueError, match=r"ffn_up_exps\.weight of shape .*, which is not \[experts, outputs, inputs\]"):
+        models.load(path)
+
+
+@pytest.mark.parametrize(("tensors", "message"), [
+    ({"blk.1.ffn_gate_exps.weight": None}, r"experts\.gate_up_proj is missing"),
+    ({"blk.1.ffn_gate_exps.bias": None}, r"experts\.gate_up_proj_bias is missing"),
+    ({"blk.0.ffn_down_exps.weight": None}, r"experts\.down_proj is missing"),
+    ({"blk.0.ffn_up_exps.bias": np.zeros(3, np.float32)}, r"bias of shape \[3\].*not \[experts, outputs\]"),
+    ({"blk.0.ffn_up_exps.weight": np.zeros((5, 32, 31), np.float32)}, r"experts\.gate_up_proj is missing"),
+    ({"blk.0.attn_sinks.weight": None}, r"self_attn\.sinks is missing"),
+    ({"blk.0.ffn_gate_inp.bias": np.zeros(3, np.float32)}, r"router\.bias has shape \[3\], not \[5\]"),
+])  # fmt: skip
+def test_experts_of_gpt_oss_that_do_not_fit_are_refused(tmp_path, tensors, message):
+    path = gguf_files.write(tmp_path / "model.gguf", "gpt_oss", tensors=tensors)
+    with pytest.raises(ValueError, match=message):
         models.load(path)
 
 

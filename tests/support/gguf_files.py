@@ -8,7 +8,7 @@ import numpy as np
 from support import fixtures
 
 from jaxkv._files import safetensors
-from jaxkv.models.checkpoints.folder import weight_files
+from jaxkv.models.checkpoints.folder import read_published, weight_files
 
 SHARED = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "self_attn.q_proj": "attn_q",
@@ -16,14 +16,15 @@ SHARED = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "input_layernorm": "attn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "post_feedforward_layernorm": "post_ffw_norm", "pre_feedforward_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks",
     **{f"mlp.experts.{name}_proj": f"ffn_{name}_exps" for name in ("gate", "up", "down")},
 }  # fmt: skip
 ARCHITECTURES = {
-    "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "qwen2_5_vl_text": "qwen2vl", "qwen3_vl_text": "qwen3vl",
-    "qwen3_vl_moe_text": "qwen3vlmoe",
+    "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "qwen2_5_vl_text": "qwen2vl",
+    "qwen3_vl_text": "qwen3vl", "qwen3_vl_moe_text": "qwen3vlmoe",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "smollm3")
-BEHIND = ("gemma2", "gemma3", "olmo2", "seed_oss")  # whose post_attention_layernorm is called so
+BEHIND = ("gemma2", "gemma3", "olmo2", "seed_oss", "gpt-oss")  # whose post_attention_layernorm is called so
 
 
 def write(path, name, *, metadata=None, tensors=None, split=0, quantize=None):
@@ -80,8 +81,21 @@ def entries_of(config, architecture):
         entries |= {
             f"{a}.expert_count": ("uint32", config.get("num_experts") or config["num_local_experts"]),
             f"{a}.expert_used_count": ("uint32", config["num_experts_per_tok"]),
-            f"{a}.expert_feed_forward_length": ("uint32", config["moe_intermediate_size"]),
+            f"{a}.expert_feed_forward_length": (
+                "uint32",
+                config.get("moe_intermediate_size") or config["intermediate_size"],
+            ),
         }
+    if full["rope_type"] == "yarn":
+        entries |= {
+            f"{a}.rope.scaling.type": ("string", "yarn"),
+            f"{a}.rope.scaling.factor": ("float32", full["factor"]),
+            f"{a}.rope.scaling.original_context_length": ("uint32", full["original_max_position_embeddings"]),
+            f"{a}.rope.scaling.yarn_beta_fast": ("float32", full["beta_fast"]),
+            f"{a}.rope.scaling.yarn_beta_slow": ("float32", full["beta_slow"]),
+        }
+    if architecture == "gpt-oss":
+        entries[f"{a}.attention.sliding_window"] = ("uint32", config["sliding_window"])
     if architecture.startswith(("qwen2vl", "qwen3vl")):
         entries[f"{a}.rope.dimension_sections"] = ("array", [*rope["mrope_section"], 0])
     if architecture.startswith("qwen3vl"):
@@ -110,7 +124,7 @@ def named_tensors(name, config, architecture):
     """The tensors as llama.cpp's converter writes them."""
     found = {}
     names = SHARED | {"post_attention_layernorm": "post_attention_norm" if architecture in BEHIND else "ffn_norm"}
-    for old, x in join_experts(read_text_model(name)).items():
+    for old, x in join_experts(name, read_text_model(name)).items():
         layer, stem, suffix = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", old).groups()
         new = f"{names[stem]}.{suffix}" if layer is None else f"blk.{layer}.{names[stem]}.{suffix}"
         if architecture in PERMUTED and ("attn_q" in new or "attn_k" in new):
@@ -123,18 +137,30 @@ def named_tensors(name, config, architecture):
 
 
 def read_text_model(name):
-    stored = {
-        key: np.array(x) for file in weight_files(fixtures.DATA / name) for key, x in safetensors.read(file).items()
-    }
-    return {key.replace("model.language_model.", "model."): x for key, x in stored.items() if "visual" not in key}
+    config = json.loads((fixtures.DATA / name / "config.json").read_text())
+    files = [safetensors.read(file) for file in weight_files(fixtures.DATA / name)]
+    stored = {key: x for file in files for key, x in file.items() if "visual" not in key}
+    if "quantization_config" in config:
+        stored = read_published(stored, config, "config.json")
+    return {key.replace("model.language_model.", "model."): np.array(x) for key, x in stored.items()}
 
 
-def join_experts(tensors):
+def join_experts(name, tensors):
     """Those of a layer in one tensor of gates, one of up and one of down projections."""
     experts, found = {}, {}
     for key, x in tensors.items():
         if alone := re.fullmatch(r"(.+\.experts)\.\d+\.(.+)", key):
             experts.setdefault(f"{alone[1]}.{alone[2]}", []).append(x)
+        elif "experts.gate_up_proj" in key and name == "gpt_oss":
+            kind = "bias" if key.endswith("_bias") else "weight"
+            for i, half in enumerate(("gate", "up")):
+                own = key.replace("gate_up_proj", f"{half}_proj").removesuffix("_bias")
+                found[f"{own}.{kind}"] = np.ascontiguousarray(np.moveaxis(x[..., i::2], 1, -1))
+        elif "experts.down_proj" in key and name == "gpt_oss":
+            kind = "bias" if key.endswith("_bias") else "weight"
+            found[f"{key.removesuffix('_bias')}.{kind}"] = np.ascontiguousarray(np.moveaxis(x, 1, -1))
+        elif key.endswith("self_attn.sinks"):
+            found[f"{key}.weight"] = x
         elif key.endswith("experts.gate_up_proj"):
             for half, part in zip(("gate", "up"), np.split(x, 2, axis=1), strict=True):
                 found[key.replace("gate_up_proj", f"{half}_proj.weight")] = part

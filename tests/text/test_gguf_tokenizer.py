@@ -92,6 +92,16 @@ def test_byte_level_vocabularies(tmp_path, trained, pre):
     assert text.decode(ids) == "the dog"
 
 
+def test_words_by_case(tmp_path, trained):
+    """As GPT-4o's tokenizer cuts them, which GPT-OSS has."""
+    text = Tokenizer(byte_level(tmp_path / "model.gguf", trained, "gpt-4o"))
+    cut = text._tokenizer.pre_tokenizer.pre_tokenize_str("HelloWorld's IT'S 12345 a/b?//\n\n  x\u00e9Y don't--")
+    found = [decoders.ByteLevel().decode([word]) for word, _ in cut]
+    assert found == [
+        "Hello", "World's", " IT'S", " ", "123", "45", " a", "/b", "?//\n\n", " ", " x\u00e9", "Y", " don't", "--",
+    ]  # fmt: skip
+
+
 def pieces():
     """A vocabulary of pieces with scores, of which a merge is not always the one with the longest piece."""
     rng = random.Random(1)

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxkv._core.config.validation import show
 from jaxkv._files.gguf import CONTROL, USER_DEFINED, StoredTensor
+from jaxkv.models.checkpoints.gguf_experts import NameExperts, name_each, name_joined
 from jaxkv.models.rope import Rope
 
 LARGEST_GEMMAS = {46: 144, 62: 168}  # layers of Gemma 2 and 3 27B, whose logits are scaled by the width of the model
@@ -61,6 +62,11 @@ EXPERTS = {
     "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }  # fmt: skip
+GPT_OSS = {
+    "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "intermediate_size", "attention.sliding_window": "sliding_window",
+}  # fmt: skip
+Tensors = Mapping[str, StoredTensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,21 +78,23 @@ class Architecture:
       permuted: queries and keys are stored with adjacent entries paired by RoPE, and not those half a head apart.
       norm_offset: what is stored in a norm's weight besides the family's own.
       norms: the names of norms' tensors that are not Llama's.
-      has_experts: experts of a layer are one tensor each of gates, up and down projections.
+      names: those of other tensors of a layer, with their suffixes.
+      name_experts: names the tensors of a layer's experts.
       biases: fields that say which projections have biases, and what tensor of the first layer shows it.
-      complete: adds fields, some from the architecture's own entries, which it takes away.
+      complete: adds fields, some from the architecture's own entries, which it takes away, or from tensors' names.
     """
 
     model_type: str
     permuted: bool = False
     norm_offset: float = 0.0
     norms: Mapping[str, str] = LLAMA_NORMS
-    has_experts: bool = False
+    names: Mapping[str, str] = MappingProxyType({})
+    name_experts: NameExperts | None = None
     biases: Mapping[str, str] = MappingProxyType({})
-    complete: Callable[[dict[str, Any], dict[str, Any]], None] = lambda fields, own: None
+    complete: Callable[[dict[str, Any], dict[str, Any], Mapping[str, StoredTensor]], None] = lambda *_: None
 
 
-def _complete_gemma2(fields: dict[str, Any], own: dict[str, Any]) -> None:
+def _complete_gemma2(fields: dict[str, Any], own: dict[str, Any], tensors: Tensors) -> None:
     fields["query_pre_attn_scalar"] = LARGEST_GEMMAS.get(fields["num_hidden_layers"], fields["head_dim"])
     if isinstance(scale := own.get("attention.scale"), float) and scale > 0:
         fields["query_pre_attn_scalar"] = own.pop("attention.scale") ** -2
@@ -96,30 +104,41 @@ def _complete_gemma2(fields: dict[str, Any], own: dict[str, Any]) -> None:
     _read_layer_types(fields, own)
 
 
-def _complete_gemma3(fields: dict[str, Any], own: dict[str, Any]) -> None:
-    _complete_gemma2(fields, own)
+def _complete_gemma3(fields: dict[str, Any], own: dict[str, Any], tensors: Tensors) -> None:
+    _complete_gemma2(fields, own, tensors)
     if fields.get("attn_logit_softcapping") == 0:
         del fields["attn_logit_softcapping"]
 
 
-def _complete_vision_language(fields: dict[str, Any], own: dict[str, Any]) -> None:
+def _complete_vision_language(fields: dict[str, Any], own: dict[str, Any], tensors: Tensors) -> None:
     for name in SECTIONS:
         own.pop(name, None)
 
 
-def _complete_granite(fields: dict[str, Any], own: dict[str, Any]) -> None:
+def _complete_granite(fields: dict[str, Any], own: dict[str, Any], tensors: Tensors) -> None:
     fields |= {field: own.pop(name) for name, field in GRANITE.items() if name in own}
 
 
-def _complete_qwen3_moe(fields: dict[str, Any], own: dict[str, Any]) -> None:
-    _complete_vision_language(fields, own)
+def _complete_qwen3_moe(fields: dict[str, Any], own: dict[str, Any], tensors: Tensors) -> None:
+    _complete_vision_language(fields, own, tensors)
     fields |= {field: own.pop(name) for name, field in EXPERTS.items()}
     fields["norm_topk_prob"] = True  # as llama.cpp computes it
+    fields["mlp_only_layers"] = sorted(int(found[1]) for name in tensors if (found := DENSE.fullmatch(name)))
     if fields.get("intermediate_size") in (None, 0):
         fields["intermediate_size"] = fields["moe_intermediate_size"]
 
 
+def _complete_gpt_oss(fields: dict[str, Any], own: dict[str, Any], tensors: Tensors) -> None:
+    fields |= {field: own.pop(name) for name, field in GPT_OSS.items() if name in own}
+    if isinstance(fields["rope_scaling"], dict):
+        fields["rope_scaling"]["truncate"] = False  # which no entry says
+
+
 ATTENTION = {"attention_bias": "attn_q"}
+ROUTER = {f"ffn_gate_inp.{kind}": f"mlp.gate.{kind}" for kind in ("weight", "bias")}
+QWEN3_MOE = Architecture(
+    "qwen3_moe", names=ROUTER, name_experts=name_each, biases=ATTENTION, complete=_complete_qwen3_moe
+)
 ARCHITECTURES = {
     "llama": Architecture("llama", permuted=True, biases=ATTENTION | {"mlp_bias": "ffn_up"}),
     "qwen2": Architecture("qwen2"),
@@ -128,8 +147,13 @@ ARCHITECTURES = {
     "gemma3": Architecture("gemma3_text", norm_offset=1.0, norms=GEMMA_NORMS, complete=_complete_gemma3),
     "qwen2vl": Architecture("qwen2", complete=_complete_vision_language),
     "qwen3vl": Architecture("qwen3", biases=ATTENTION, complete=_complete_vision_language),
-    "qwen3moe": Architecture("qwen3_moe", has_experts=True, biases=ATTENTION, complete=_complete_qwen3_moe),
-    "qwen3vlmoe": Architecture("qwen3_moe", has_experts=True, biases=ATTENTION, complete=_complete_qwen3_moe),
+    "qwen3moe": QWEN3_MOE,
+    "qwen3vlmoe": QWEN3_MOE,
+    "gpt-oss": Architecture(
+        "gpt_oss", norms=SEED_NORMS, biases=ATTENTION, complete=_complete_gpt_oss, name_experts=name_joined,
+        names={name: own.replace("gate", "router") for name, own in ROUTER.items()}
+        | {"attn_sinks.weight": "self_attn.sinks"},
+    ),
     "granite": Architecture("granite", permuted=True, complete=_complete_granite),
     "smollm3": Architecture("smollm3", permuted=True),
     "olmo2": Architecture("olmo2", norms=OLMO_NORMS),
@@ -172,16 +196,14 @@ def read_fields(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
     if missing := {"num_hidden_layers", "hidden_size", "num_attention_heads"} - fields.keys():
         names = {field: prefix + name for name, field in FIELDS.items()}
         raise ValueError(f"{where} lacks {names[min(missing)]} in its metadata.")
-    if architecture.has_experts and (absent := EXPERTS.keys() - own.keys()):
+    if architecture.name_experts and (absent := EXPERTS.keys() - own.keys()):
         raise ValueError(f"{where} lacks {prefix}{min(absent)} in its metadata.")
     _read_head_dim(fields, own, prefix, where)
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     if "vocab_size" not in fields and "token_embd.weight" in tensors:
         fields["vocab_size"] = tensors["token_embd.weight"].shape[0]
-    architecture.complete(fields, own)
+    architecture.complete(fields, own, tensors)
     fields |= {field: f"blk.0.{name}.bias" in tensors for field, name in architecture.biases.items()}
-    if architecture.has_experts:
-        fields["mlp_only_layers"] = sorted(int(found[1]) for name in tensors if (found := DENSE.fullmatch(name)))
     fields["tie_word_embeddings"] = "output.weight" not in tensors
     fields["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
     fields["eos_token_id"] = find_ends(metadata)
