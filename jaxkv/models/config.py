@@ -56,7 +56,7 @@ class DecoderConfig:
       attention_gate: attention's outputs are multiplied by a function of a projection of the token.
       attention_gate_by, attention_gate_activation: whether each "entry" of a head's output has a gate of its own, or
         each "head"; and the function.
-      activation: of the MLP, and of experts.
+      activation: of the MLP, and of experts; "xielu", with learned numbers, of MLPs alone.
       gated_mlp: MLPs and experts are `down(activation(gate(x)) * up(x))`; else `down(activation(up(x)))`.
       mlp_scales: factors of the MLP's gate, before the activation, and of its output.
       attention_scales: factors of attention's input, of its keys, and of its output.
@@ -101,7 +101,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2", "xielu"] = "silu"
     gated_mlp: bool = True
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     attention_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -177,8 +177,11 @@ class DecoderConfig:
         for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {show(getattr(self, name))}.")
-        if self.activation not in ("silu", "gelu_tanh", "relu2"):
-            raise ValueError(f"activation must be 'silu', 'gelu_tanh' or 'relu2', not {show(self.activation)}.")
+        if self.activation not in ("silu", "gelu_tanh", "relu2", "xielu"):
+            known = "'silu', 'gelu_tanh', 'relu2' or 'xielu'"
+            raise ValueError(f"activation must be {known}, not {show(self.activation)}.")
+        if self.activation == "xielu" and (self.experts or self.per_layer):
+            raise ValueError("activation 'xielu' is of MLPs alone: there are no experts and no per_layer with it.")
         if self.qk_norm_over not in ("head", "rotated_head", "all_heads"):
             known = "'head', 'rotated_head' or 'all_heads'"
             raise ValueError(f"qk_norm_over must be {known}, not {show(self.qk_norm_over)}.")

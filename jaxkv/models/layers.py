@@ -24,9 +24,9 @@ class GatedMLP(nnx.Module):
     """`down(activation(gate(x)) * up(x))` (Shazeer, 2020: https://arxiv.org/abs/2002.05202), `mlp_dim` wide; in models
     without gates `down(activation(up(x)))`.
 
-    Weights are `[outputs, inputs]`, as in checkpoints. With a `sparsity`, of a token's gates those are 0 that lie below
-    that quantile of a normal distribution of their mean and deviation, and the others count from there (Spark
-    Transformer: https://arxiv.org/abs/2506.06644).
+    Weights are `[outputs, inputs]`, as in checkpoints. The activation "xielu" has two learned numbers. With a
+    `sparsity`, of a token's gates those are 0 that lie below that quantile of a normal distribution of their mean and
+    deviation, and the others count from there (Spark Transformer: https://arxiv.org/abs/2506.06644).
     """
 
     def __init__(self, config: DecoderConfig, mlp_dim: int, dtype: Any, rngs: nnx.Rngs, sparsity: float = 0.0):
@@ -43,18 +43,33 @@ class GatedMLP(nnx.Module):
         self.up, self.up_bias = weight(mlp_dim, config.embed_dim), bias(mlp_dim)
         self.down, self.down_bias = weight(config.embed_dim, mlp_dim), bias(config.embed_dim)
         self.activation, self.scales = config.activation, config.mlp_scales
+        learns = config.activation == "xielu"
+        self.alpha_p, self.alpha_n = (nnx.Param(jnp.zeros((1,), dtype)) if learns else None for _ in range(2))
         self.deviations = statistics.NormalDist().inv_cdf(sparsity) if sparsity else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         up = project("...e,fe->...f", x, self.up, self.up_bias)
         if self.gate is None:
-            return project("...f,ef->...e", ACTIVATIONS[self.activation](up), self.down, self.down_bias)
+            return project("...f,ef->...e", self._activate(up), self.down, self.down_bias)
         gate = scale(project("...e,fe->...f", x, self.gate, self.gate_bias), self.scales[0])
         if self.deviations is not None:
             mean, deviation = gate.mean(axis=-1, keepdims=True), gate.std(axis=-1, keepdims=True)
             gate = jax.nn.relu(gate - (mean + deviation * jnp.asarray(self.deviations, gate.dtype)))
-        y = project("...f,ef->...e", ACTIVATIONS[self.activation](gate) * up, self.down, self.down_bias)
+        y = project("...f,ef->...e", self._activate(gate) * up, self.down, self.down_bias)
         return scale(y, self.scales[1])
+
+    def _activate(self, x: jax.Array) -> jax.Array:
+        if self.alpha_p is None or self.alpha_n is None:
+            return ACTIVATIONS[self.activation](x)
+        return xielu(x, self.alpha_p[...][0], self.alpha_n[...][0])
+
+
+def xielu(x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array) -> jax.Array:
+    """Computes xIELU (https://arxiv.org/abs/2411.13010) of two learned numbers, in float32."""
+    y = x.astype(jnp.float32)
+    above, below = jax.nn.softplus(alpha_p.astype(jnp.float32)), 0.5 + jax.nn.softplus(alpha_n.astype(jnp.float32))
+    curve = jnp.where(y > 0, above * y * y, below * (jnp.expm1(jnp.minimum(y, -1e-6)) - y))
+    return (curve + 0.5 * y).astype(x.dtype)
 
 
 def scale(x: jax.Array, factor: float) -> jax.Array:

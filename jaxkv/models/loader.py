@@ -27,6 +27,7 @@ from jaxkv.models.checkpoints.folder import FLOATS
 from jaxkv.models.checkpoints.parameter_counts import count_parameters as count_parameters
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder, Scan
+from jaxkv.models.families import FAMILIES
 from jaxkv.models.partition import automatic, sharding_of
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
@@ -155,6 +156,9 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
             )
             view = np.swapaxes(view, -1, -2) if slot.transposed else view  # a view: it writes to the tensor
             view[...] = tensor.reshape(view.shape)
+    for name, number in FAMILIES[config.family].constants.items():
+        constant = np.asarray(number, model.dtype)
+        tensors |= {f"model.layers.{i}.{name}": constant for i in range(config.num_layers)}
     safetensors.write(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 

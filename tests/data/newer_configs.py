@@ -103,6 +103,7 @@ FIXTURES |= {
         conv_L_cache=4, sliding_window=6, attention_bias=True,
         rope_parameters=LOCAL | dict(full_attention=PLAIN | dict(rope_type="proportional", partial_rotary_factor=0.25)),
     ),
+    "apertus": transformers.ApertusConfig(**TINY, attention_bias=True, rope_parameters=YARN),
     "bamba": transformers.BambaConfig(
         **NARROW | dict(num_hidden_layers=3), attn_layer_indices=[1], mamba_n_heads=4, mamba_d_state=8, mamba_expand=2,
         mamba_n_groups=2, mamba_chunk_size=16, mamba_proj_bias=True, mlp_bias=True, attention_bias=True,
@@ -174,4 +175,6 @@ OLD_FORMS = {
         ["rope_parameters", "mamba_d_head", "time_step_limit"],
         dict(rope_theta=500.0, rope_scaling=None, mamba_d_head="auto", z_loss_coefficient=0.0),
     ),
+    "apertus": (["rope_parameters"], dict(rope_theta=500.0, rope_scaling=OLD_YARN, mlp_bias=False, post_norm=False,
+                                          qk_norm=True)),
 }  # fmt: skip

@@ -92,6 +92,7 @@ OWN |= {
                "shared_expert_intermediate_size": 16, "layer_types": LOCAL * 2, "mlp_layer_types": SPARSE,
                "num_attention_heads_per_layer": [4, 2, 4, 2], "gating": "per-head", "moe_routed_scaling_factor": 2.5,
                "moe_router_logit_softcapping": 8.0, "attention_bias": False},
+    "apertus": {"attention_bias": False, "hidden_act": "xielu"},
 }  # fmt: skip
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64}  # fmt: skip
@@ -175,6 +176,8 @@ def test_a_field_of_the_wrong_kind_is_refused_by_name(family):
         ("mimo_v2_flash", {"layer_types": None, "hybrid_layer_pattern": [2, 0, 0, 0]}, "hybrid_layer_pattern = "),
         ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts = 1"),
         ("laguna", {"gating": False}, "gating = False"),
+        ("apertus", {"hidden_act": "relu2"}, "hidden_act = 'relu2'"),
+        ("apertus", {"post_norm": True}, "post_norm = True"),
         ("laguna", {"num_attention_heads_per_layer": [4, 3, 4, 2]}, "3 query heads cannot be shared among 2 KV heads"),
         ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input = True"),
     ],

@@ -11,6 +11,7 @@ from support import fixtures
 
 import jaxkv
 from jaxkv import models
+from jaxkv._files import safetensors
 from jaxkv.models import config_reader
 
 load = functools.cache(lambda name: models.load(fixtures.DATA / name))
@@ -129,6 +130,16 @@ def test_save_and_load(name, tmp_path):
     again = models.load(tmp_path)
     assert again.config == model.config
     jax.tree.map(np.testing.assert_array_equal, again, model)
+
+
+# Families whose published names are not those of transformers' modules, or whose files have more than parameters.
+@pytest.mark.parametrize(
+    "name", ["apertus", "axk1", "ernie4_5_moe", "exaone_moe", "hy_v3", "kolibri1", "laguna", "lfm3", "mimo_v2_flash"]
+)
+def test_what_is_saved_has_the_names_of_what_was_published(name, tmp_path):
+    models.save(load(name), tmp_path)
+    saved, published = (safetensors.read(folder / "model.safetensors") for folder in (tmp_path, fixtures.DATA / name))
+    assert {key: x.shape for key, x in saved.items()} == {key: x.shape for key, x in published.items()}
 
 
 def test_one_checkpoint_is_in_several_files():

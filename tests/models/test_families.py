@@ -12,7 +12,7 @@ from flax import nnx
 import jaxkv
 from jaxkv import LayerConfig
 from jaxkv.models import Decoder, DecoderConfig, Rope, config
-from jaxkv.models.config import LatentConfig
+from jaxkv.models.config import LatentConfig, PerLayerConfig
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.mixers.block_config import BlockConfig
 
@@ -66,6 +66,8 @@ def test_layers_may_be_given_themselves():
         (dict(layers=CONFIG.layers[:1]), "one entry per layer, but they have 1 and 2"),
         (dict(blocks=(BlockConfig(), BlockConfig(num_heads=3))), "3 query heads cannot be shared among 2 KV heads"),
         (dict(blocks=(BlockConfig(), BlockConfig(num_heads=3)), latent=LATENT), "same number of query heads"),
+        (dict(activation="tanh"), "'relu2' or 'xielu', not 'tanh'"),
+        (dict(activation="xielu", per_layer=PerLayerConfig(dim=2, vocab_size=16)), "of MLPs alone"),
         (dict(attention_gate_by="token"), "attention_gate_by must be 'entry' or 'head', not 'token'"),
         (dict(attention_gate_activation="relu"), "attention_gate_activation must be 'sigmoid' or 'softplus'"),
     ],

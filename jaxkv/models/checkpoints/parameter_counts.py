@@ -153,7 +153,10 @@ def _indexer_shapes(config: DecoderConfig, layer: int) -> Shapes:
 
 def _mlp_shapes(config: DecoderConfig, mlp_dim: int) -> Shapes:
     width, bias, gated = config.embed_dim, config.mlp_bias, config.gated_mlp
+    learns = config.activation == "xielu"
     return {
+        ("alpha_p",): (1,) if learns else None,
+        ("alpha_n",): (1,) if learns else None,
         ("gate",): (mlp_dim, width) if gated else None,
         ("up",): (mlp_dim, width),
         ("down",): (width, mlp_dim),

@@ -37,6 +37,7 @@ from jaxkv.models.families.hybrid import (
 from jaxkv.models.families.latent import axk1, deepseek, deepseek_sparse, glm4_moe_lite, mistral4, youtu
 from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, gemma3n, gemma4, glm4, olmo2, olmo3
 from jaxkv.models.families.prenorm import (
+    apertus,
     arcee,
     ernie4_5,
     gemma,
@@ -123,5 +124,6 @@ FAMILIES: dict[str, Family] = {
     "kolibri1": kolibri1.FAMILY,
     "lfm3": lfm3.FAMILY,
     "bamba": bamba.FAMILY,
+    "apertus": apertus.FAMILY,
 }
 FAMILIES |= make_wrappers(FAMILIES)

@@ -86,6 +86,7 @@ class Family:
         the number of an expert.
       flatten: moves the fields of a nested text model to the top.
       name_tensor: returns a checkpoint tensor's name in the text model, given its config.json; None: skipped.
+      constants: numbers that a layer of a checkpoint holds beside its parameters, by name; `name_tensor` skips them.
       repack: returns a checkpoint's tensors with those that it holds together, or apart, as `tensors` has them.
     """
 
@@ -95,6 +96,7 @@ class Family:
     tensors: Mapping[str, str | Columns | Rows | AsStored | Section] = dataclasses.field(default_factory=dict)
     flatten: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda config, where: config
     name_tensor: Callable[[str, Mapping[str, Any]], str | None] = lambda name, config: name
+    constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     repack: Callable[[dict[str, Any]], dict[str, Any]] = lambda tensors: tensors
 
 
