@@ -131,9 +131,9 @@ OLD_FORMS = {
                                                  use_sliding_window=False, **SIGMOIDS),
     ),
     "exaone_moe": (
-        ["rope_parameters", "layer_types"],
+        ["rope_parameters", "layer_types", "mlp_layer_types", "first_k_dense_replace"],
         dict(rope_theta=500.0, rope_scaling=dict(rope_type="llama3", **LLAMA3_SCALING), num_nextn_predict_layers=1,
-             is_moe_layer=[True, False, True], **SIGMOIDS),
+             first_last_k_dense_replace=1, is_moe_layer=[True, False, True], **SIGMOIDS),
     ),
     "hunyuan_v1_moe": (
         ["rope_parameters", "num_experts", "moe_topk"],
@@ -146,7 +146,12 @@ OLD_FORMS = {
         ["rope_parameters"], dict(rope_theta=500.0, rope_scaling=OLD_YARN, partial_rotary_factor=1.0,
                                   first_k_dense_replace=0, **SIGMOIDS),
     ),
-    "hy_v3": (["rope_parameters"], dict(rope_theta=500.0, rope_scaling=None, num_nextn_predict_layers=1, qk_norm=True)),
+    "hy_v3": (
+        ["rope_parameters"],
+        dict(rope_theta=500.0, rope_scaling=None, num_nextn_predict_layers=1, first_k_dense_replace=1, qk_norm=True,
+             expert_hidden_dim=16, route_norm=True, moe_router_enable_expert_bias=True, moe_router_use_sigmoid=True,
+             enable_lm_head_fp32=True),
+    ),
     "youtu": (
         ["rope_parameters", "qk_head_dim"],
         dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(mscale=1.5, mscale_all_dim=0.8), mlp_bias=False),
@@ -167,7 +172,10 @@ OLD_FORMS = {
              swa_head_dim=16, swa_v_head_dim=12, add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False,
              n_shared_experts=None, **SIGMOIDS),
     ),
-    "laguna": (["gating"], dict(gating=True, moe_apply_router_weight_on_input=False)),
+    "laguna": (
+        ["gating"],
+        dict(gating=True, moe_apply_router_weight_on_input=False, norm_topk_prob=True, mlp_only_layers=[1]),
+    ),
     "laguna_gates": (["num_attention_heads_per_layer", "mlp_layer_types", "layer_types", "rope_parameters"], {}),
     "kolibri1": (["rope_parameters"], dict(rope_theta=500.0, rope_scaling=None)),
     "lfm3": (["tie_word_embeddings", "norm_eps"], dict(tie_embedding=False, norm_eps=1e-5)),

@@ -37,9 +37,9 @@ def parse(fields: Fields) -> DecoderConfig:
 def _read_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """Reads which layers have experts."""
     first = fields.size("moe_layer_start_index", 1, least=0)
-    last = fields.size("moe_layer_end_index", -1, least=-1, most=MOST_LAYERS)
+    last = fields.size("moe_layer_end_index", -1, None, least=-1, most=MOST_LAYERS)
     every = fields.size("moe_layer_interval", 1)
-    last = num_layers - 1 if last == -1 else last
+    last = num_layers - 1 if last in (-1, None) else last
     return tuple((i + 1) % every == 0 and first <= i <= last for i in range(num_layers))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.models.config import DecoderConfig
-from jaxkv.models.config_fields import Fields
+from jaxkv.models.config_fields import MOST_DIM, Fields
 from jaxkv.models.families.experts_common import (
     place_experts,
     read_sigmoid_experts,
@@ -27,18 +27,24 @@ PUBLISHED = {".mlp.gate.weight": ".mlp.router.gate.weight", ".mlp.e_score_correc
              ".mlp.shared_experts.": ".mlp.shared_mlp."}  # fmt: skip
 MUST_BE: tuple[tuple[str, Any], ...] = (
     ("mlp_bias", False), ("n_group", 1), ("topk_group", 1), ("norm_topk_prob", True), ("qk_norm", True),
+    ("route_norm", True), ("moe_router_enable_expert_bias", True), ("moe_router_use_sigmoid", True),
 )  # fmt: skip
+# Of the precision of sums and products: routers and softmax are computed in float32 anyway.
+UNUSED = ("enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine")
 
 
 def parse(fields: Fields) -> DecoderConfig:
     common = read_uniform(fields, num_kv_heads=(8,), head_dim=128, norm_eps=1e-5, theta=11_158_840.0)
     for name, allowed in MUST_BE:
         fields.must_be(name, allowed)
-    fields.take("enable_moe_fp32_combine", None)  # of the precision of a sum, which is float32 anyway
+    for name in UNUSED:
+        fields.take(name, None)
+    width = fields.size("moe_intermediate_size", 1536, most=MOST_DIM)
+    fields.must_be("expert_hidden_dim", width)  # which says it again
     fields.size("num_nextn_predict_layers", 0, None, least=0)  # `name_tensor` skips them
     layers = read_sparse_layers(fields, len(common["windows"]), dense=1)
     fields.left["routed_scaling_factor"] = fields.number(SCALE, 2.826, above=0)
-    experts = read_sigmoid_experts(fields, count=192, mlp_dim=1536, shared_name=SHARED)
+    experts = read_sigmoid_experts(fields, count=192, mlp_dim=width, shared_name=SHARED)
     has_bias = fields.flag("attention_bias", False)
     return DecoderConfig(**common, qk_norm=True, qkv_bias=has_bias, out_bias=has_bias, **place_experts(experts, layers))
 

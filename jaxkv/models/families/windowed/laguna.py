@@ -31,6 +31,7 @@ TENSORS = {
 } | {f"experts.shared.{name}": f"{SHARED}{name}_proj.weight" for name in ("gate", "up", "down")}  # fmt: skip
 ROPES = {SLIDING: {"rope_type": "default", "rope_theta": 1e4},
          FULL: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}}  # fmt: skip
+MUST_BE = (("moe_apply_router_weight_on_input", False), ("norm_topk_prob", True), ("decoder_sparse_step", 1))
 HEADS, GATING = "num_attention_heads_per_layer", {True: "head", "per-head": "head", "per-element": "entry"}
 
 
@@ -39,6 +40,7 @@ def parse(fields: Fields) -> DecoderConfig:
     windows = read_windows(fields, [FULL] * num_layers, fields.size("sliding_window", 512, None))
     ropes = parse_ropes(fields, common["max_seq_len"], theta=5e5, local_theta=1e4, default=ROPES, partial=1.0)
     layers, has_bias = read_sparse_layers(fields, num_layers, dense=1), fields.flag("attention_bias", False)
+    fields.must_be("mlp_only_layers", [i for i, has in enumerate(layers) if not has])  # which says it again
     gating = fields.take("gating", True)
     if isinstance(gating, list | dict) or gating not in GATING or (gating == 1 and gating is not True):
         raise fields.refuse("gating", gating, "True, 'per-head' and 'per-element'")
@@ -60,7 +62,8 @@ def _read_blocks(fields: Fields, num_layers: int, num_heads: int) -> tuple[Block
 
 
 def _read_experts(fields: Fields) -> ExpertsConfig:
-    fields.must_be("moe_apply_router_weight_on_input", False)
+    for name, allowed in MUST_BE:
+        fields.must_be(name, allowed)
     count = fields.either("num_experts", "num_local_experts", 256, most=MOST_HEADS)
     return make_experts(
         fields, count=count, per_token=fields.size("num_experts_per_tok", 8, most=count), scores="sigmoid",
