@@ -99,7 +99,7 @@ def test_each_request_has_its_own_numbers(way):
 def test_an_engine_has_numbers_for_who_gives_none(way):
     """They are the first of the engine: no program is compiled behind the first request that gives some."""
     model = Several(WINDOWS) if way == "ngram" else Checksum(WINDOWS)
-    default = NOTHING | {"presence": 2.5, "frequency": 0.0, "repetition": 1.0, "biases": [0.0, 0.0]}
+    default = NOTHING | {"presence": 2.5, "frequency": 0.0, "repetition": 1.0, "tokens": [5, -1], "biases": [3.0, 0.0]}
     engine = jaxkv.Engine(model, **ROOM | WAYS[way], logits_hook=hook, hook_args=default)
     engine.warmup(kinds=("greedy",), progress=False)
     made = []
@@ -112,6 +112,7 @@ def test_an_engine_has_numbers_for_who_gives_none(way):
     assert compiled(run) == 0 or way not in ("plain", "several steps")
     for requests, asked in zip(made, (default, default | {"repetition": 4.0}), strict=True):
         assert [r.tokens for r in requests] == [expected(prompt, 9, **asked) for prompt in PROMPTS]
+        assert [r.tokens[0] for r in requests] == [5] * len(PROMPTS)  # which nothing but its bias makes the likeliest
     with pytest.raises(ValueError, match="hook_args must have the structure and shapes of this engine's first"):
         engine.submit([1], 1, hook_args={"presence": 1})
     assert jaxkv.generate(model, PROMPTS, 9, eos=STOP, logits_hook=hook, hook_args=default, **ROOM) == [

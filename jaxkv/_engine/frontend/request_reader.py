@@ -147,6 +147,7 @@ class RequestReader:
             choice=self._read_choice(draw, None),
             eos=read_eos(eos, self.read_default("eos_ids")),
             salt=read_salt(salt),
+            hook_args=self.read_hook_args(None, self.hook_args),
         )
         limits = read_limits(max_new_tokens, len(prompts))
         asked = list(enumerate(zip(prompts, limits, strict=True)))
