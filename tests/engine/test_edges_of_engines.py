@@ -17,6 +17,8 @@ import jaxkv.models
 from jaxkv._engine.requests.submission import read_stop
 from jaxkv._engine.runner.fingerprint import fingerprint
 
+WINDOWS = (None, 7)[: 1 + NIGHTLY]  # by day one layer, which is half of what there is to compile
+
 
 def test_the_cache_is_sound_between_steps_where_windows_are_left():
     windows, prompt = (None, 7), [5, 7, 11, 2] * 8
@@ -53,7 +55,7 @@ def nothing_after(length):
 @pytest.mark.parametrize(("steps", "temperature"), [(3, 1.0)] + NIGHTLY * [(1, 0.0), (1, 1.0), (3, 0.0)])
 def test_logits_that_leave_no_choice_end_a_request(steps, temperature):
     room = dict(max_seqs=2, max_seq_len=48, block_size=8, steps_per_dispatch=steps)
-    engine = jaxkv.Engine(Checksum(), **room, logits_hook=nothing_after(9))
+    engine = jaxkv.Engine(Checksum(WINDOWS), **room, logits_hook=nothing_after(9))
     failed, fine = engine.submit([5, 7, 11, 2, 3], 8, temperature), engine.submit([5, 7], 6, temperature)
     news = list(engine.run())
     assert failed.done and len(failed.tokens) == 4 and "error" in repr(failed) and len(fine.tokens) == 6
@@ -108,7 +110,7 @@ def test_a_draft_whose_logits_are_none_costs_no_token():
 
 
 def test_stats_are_plain_numbers():
-    engine = jaxkv.Engine(Checksum(), max_seqs=2, max_seq_len=48, block_size=8, prefix_cache=True)
+    engine = jaxkv.Engine(Checksum(WINDOWS), max_seqs=2, max_seq_len=48, block_size=8, prefix_cache=True)
     engine.submit([5, 7] * 10, 3)
     list(engine.run())
     assert json.loads(json.dumps(engine.stats()))["blocks"] and json.dumps(jaxkv.stats(engine.cache))
@@ -174,8 +176,8 @@ def test_a_request_with_a_seed_of_its_own_draws_the_same_whatever_came_before(tm
 
 def test_why_a_request_has_ended(tmp_path):
     prompt, fields = [5, 7, 11, 2], dict(max_seqs=4, max_seq_len=48, block_size=8)
-    tokens = continuation(Checksum().windows, prompt, 8, None)
-    engine = jaxkv.Engine(Checksum(), **fields)
+    tokens = continuation(WINDOWS, prompt, 8, None)
+    engine = jaxkv.Engine(Checksum(WINDOWS), **fields)
     requests = [
         engine.submit(prompt, 8), engine.submit(prompt, 8, eos=tokens[3]), engine.submit(prompt, 30),
         engine.submit(prompt, 8, n=2), engine.submit(prompt, 100),
@@ -187,7 +189,7 @@ def test_why_a_request_has_ended(tmp_path):
     assert [request.ended for request in requests] == ["length", "eos", "cancelled", "length", "length"]
     assert all(request.done for request in requests)
     engine.save(tmp_path / "engine")
-    restored = jaxkv.Engine(Checksum(), **fields).load(tmp_path / "engine")
+    restored = jaxkv.Engine(Checksum(WINDOWS), **fields).load(tmp_path / "engine")
     assert {request.ended for request in restored} <= {"length", "eos", "cancelled"}
     assert (read_stop(True), read_stop(False), read_stop(None)) == ("eos", None, None)  # as engines once saved it
     for junk in ("why", 1, []):

@@ -130,7 +130,7 @@ def check_but_to_the_newest(tpu, named, mode):
 
 
 @pytest.mark.parametrize("mode", interpreter.MODES if NIGHTLY else ["races"])
-@pytest.mark.parametrize("name", RESIDUAL_CASES if NIGHTLY else ["window", "int4, mixed"])
+@pytest.mark.parametrize("name", RESIDUAL_CASES if NIGHTLY else ["mixed, window", "int4"])
 def test_but_to_the_newest(name, mode):
     check_but_to_the_newest(tpu, RESIDUAL_CASES[name], interpreter.MODES[mode])
 
