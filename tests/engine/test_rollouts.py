@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from checksum_model import Checksum, Placed, Several
+from checksum_model import Checksum, Several
 from compiled import compiled
 from cutting import Cut, CutAt
 from flax import nnx
@@ -29,6 +29,7 @@ class Weighted:
     shift: jax.Array
     turn: jax.Array
     windows: tuple[Any, ...] = dataclasses.field(metadata={"static": True}, default=WINDOWS)
+    kind: Any = dataclasses.field(metadata={"static": True}, default=Checksum)
     dtype: Any = dataclasses.field(metadata={"static": True}, default="float32")
 
     @property
@@ -36,7 +37,7 @@ class Weighted:
         return Checksum(self.windows).layer_configs
 
     def __call__(self, tokens, *, cache, logits_at):
-        logits, cache = Checksum(self.windows)(tokens + self.shift, cache=cache, logits_at=logits_at)
+        logits, cache = self.kind(self.windows)(tokens + self.shift, cache=cache, logits_at=logits_at)
         return jnp.roll(logits, self.turn, axis=-1), cache
 
 
@@ -354,7 +355,7 @@ def test_a_draft_model_is_updated_too():
 
 def test_an_updated_draft_model_forgets_what_older_weights_computed():
     """Else drafts follow from keys of both, and none is accepted where a prompt comes again, as in rollouts."""
-    models = [Placed(jnp.int32(n), Several((None,))) for n in (0, 3)]
+    models = [dataclasses.replace(weights(n), windows=(None,), kind=Several) for n in (0, 3)]
     with jaxkv.Engine(models[0], **SIZES, draft=models[0], draft_tokens=4) as engine:
         tokens, steps = engine.submit(PROMPTS[0], 12).result(), engine.steps
         engine.update(models[1], draft=models[1])
