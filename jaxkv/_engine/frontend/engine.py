@@ -98,7 +98,9 @@ class Engine(Servable, Resumable, Updatable):
         whose engine of the same model is in `serve_prefill`: prompts are computed there, and here while it is gone.
       deterministic: call the model with `deterministic=True`, which the models of `jaxkv.models` give to
         `jaxkv.attention`: a row's attention is the same to the bit with any other rows, blocks and order, at
-        the cost of some speed. XLA computes the model's other sums as usual.
+        the cost of some speed. A token that is computed by itself may round otherwise than in a piece of two or more:
+        how a prompt is cut goes by what else is served, and a preempted row is computed again in pieces, unless
+        `swap="always"`. XLA computes the model's other sums as usual.
       max_waiting: the limit of samples that wait while all rows are taken; `submit` raises `EngineFull` where there
         would be more. Those that free rows take at the next step do not count. Default: any number.
       cache_dtype: the dtype of stored keys and values, or a quantized format, such as "int8" or "k5v3"; default:
