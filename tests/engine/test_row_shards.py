@@ -269,8 +269,8 @@ def test_bad_meshes():
             jaxkv.Engine(one, **ROOM | fields)
     with pytest.raises(ValueError, match=r"its 48 tokens take 6 blocks, but the cache has 5: raise num_blocks"):
         jaxkv.Engine(one, **ROOM | {"num_blocks": 10}).submit([1] * 40, 40)
-    place = NamedSharding(one.nothing.sharding.mesh, PartitionSpec("data"))
-    divided = dataclasses.replace(one, nothing=jax.device_put(jnp.zeros(2), place))
+    place = NamedSharding(one.weights.sharding.mesh, PartitionSpec("data"))
+    divided = dataclasses.replace(one, weights=jax.device_put(jnp.zeros(2), place))
     with pytest.raises(ValueError, match=r"over the mesh axis 'data', but so is a parameter .* must be whole on each"):
         jaxkv.Engine(divided, **ROOM)
     with pytest.raises(ValueError, match=r"record looks at one cache"), jaxkv.testing.record(engine()):

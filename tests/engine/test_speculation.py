@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checksum_model import LONGEST, VOCAB, WINDOW, Several, assert_streams, continuation
+from checksum_model import LONGEST, VOCAB, WINDOW, Several, Sum, assert_streams, continuation
 from hybrid_model import Hybrid
 from nightly import NIGHTLY
 
@@ -141,31 +141,11 @@ def test_a_tree_of_guesses_has_what_is_likeliest_to_come():
     assert NGrams(2).guess(likely, 4) == DraftTokens(list(b"b,ab"), [-1, 0, 1, 2])  # deep where it is sure
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    """The next token goes by the sum of all tokens, of the last few and the position: by attention to them, which a
-    tree's tokens must have of their own branch alone."""
-
-    dtype: str = "float32"
-    layer_configs = tuple(jaxkv.LayerConfig(num_kv_heads=1, head_dim=1, window=window) for window in WINDOWS)
-
-    def __call__(self, tokens, *, cache, logits_at, step=None):
-        step = jaxkv.plan_step(cache, tokens.shape) if step is None else step
-        x, total = tokens.astype(jnp.float32)[..., None, None], jnp.zeros(tokens.shape, jnp.int32)
-        for layer, window in enumerate(WINDOWS):
-            mean, cache = jaxkv.attention(jnp.zeros_like(x), x, x, cache, layer=layer, step=step)
-            count = jnp.minimum(step.positions + 1, window or LONGEST).astype(jnp.float32)
-            total += jnp.round(mean[..., 0, 0] * count).astype(jnp.int32)
-        total = total[:, 0] if tokens.ndim == 2 else total[logits_at]
-        return jax.nn.one_hot(total % 3, 3), cache
-
-
 @pytest.mark.parametrize("swap", ["auto", *["always"] * NIGHTLY])
 def test_a_tree_of_guesses_changes_no_token(swap):
     """Rows that come and go, a prefix cache, a window, and more in need of blocks than there are."""
     engine = jaxkv.Engine(
-        Sum(), draft="ngram", draft_branches=4, **TIGHT | {"draft_tokens": 8}, prefix_cache=True, step_tokens=27,
+        Sum(WINDOWS), draft="ngram", draft_branches=4, **TIGHT | {"draft_tokens": 8}, prefix_cache=True, step_tokens=27,
         swap=swap,
     )  # fmt: skip
     draw = random.Random(0)

@@ -18,16 +18,16 @@ VOCAB, LONGEST, WINDOW = 97, 48, 7
 @dataclasses.dataclass(frozen=True)
 class Checksum:
     """Stores tokens as keys and their positions as values. The next token depends on all that its layers see: by their
-    windows, or those and so many first tokens. `indexed`: the first layer's tokens are its index keys instead."""
+    windows, those and so many first tokens, or ("chunk", n). `indexed`: the first layer's tokens are its index keys
+    instead."""
 
-    windows: tuple[int | tuple[int, int] | None, ...] = (None, WINDOW)
+    windows: tuple[Any, ...] = (None, WINDOW)
     dtype: Any = "float32"
     indexed: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def layer_configs(self):
-        pairs = (window if isinstance(window, tuple) else (window, None) for window in self.windows)
-        layers = [jaxkv.LayerConfig(num_kv_heads=1, head_dim=1, window=w, sink_tokens=first) for w, first in pairs]
+        layers = [jaxkv.LayerConfig(num_kv_heads=1, head_dim=1, **see(window)) for window in self.windows]
         return (dataclasses.replace(layers[0], index_dim=1 if self.indexed else None), *layers[1:])
 
     def __call__(self, tokens, *, cache, logits_at):
@@ -94,10 +94,16 @@ class Several(Checksum):
 
     wrong: int = 0
     width: int = dataclasses.field(default=1, kw_only=True)
+    formats: tuple[str | None, ...] = dataclasses.field(default=(), kw_only=True)
 
     @property
     def layer_configs(self):
-        return tuple(dataclasses.replace(layer, head_dim=self.width) for layer in super().layer_configs)
+        layers = super().layer_configs
+        formats = self.formats or (None,) * len(layers)
+        return tuple(
+            dataclasses.replace(layer, head_dim=self.width, dtype=dtype)
+            for layer, dtype in zip(layers, formats, strict=True)
+        )
 
     def __call__(self, tokens, *, cache, logits_at):
         token = jaxkv.plan_step(cache, tokens.shape).token
@@ -109,11 +115,28 @@ class Several(Checksum):
             k, v = (x.astype(jnp.float32)[..., None, None] for x in (tokens, token.position))
             cache = jaxkv.write(cache, *(jnp.repeat(x, self.width, axis=-1) for x in (k, v)), layer=layer)
             k, v = read_tokens(cache, layer, rows, position, end, row)
-            seen = (position < end) & (position >= end - (window or LONGEST))
+            seen = (position < end) & is_seen(position, end, window)
             total += jnp.sum(jnp.where(seen, (k + 1) * weight(layer, v), 0), axis=1, dtype=jnp.int32)
         if self.wrong:
             total += (total % self.wrong == 0).astype(jnp.int32)
         return jax.nn.one_hot(total % VOCAB, VOCAB), cache
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Sum(Checksum):
+    """The next token goes by the sum of all tokens, of the last few and the position: by attention to them, which a
+    tree's tokens must have of their own branch alone."""
+
+    def __call__(self, tokens, *, cache, logits_at, step=None):
+        step = jaxkv.plan_step(cache, tokens.shape) if step is None else step
+        x, total = tokens.astype(jnp.float32)[..., None, None], jnp.zeros(tokens.shape, jnp.int32)
+        for layer, window in enumerate(self.windows):
+            mean, cache = jaxkv.attention(jnp.zeros_like(x), x, x, cache, layer=layer, step=step)
+            count = jnp.minimum(step.positions + 1, window or LONGEST).astype(jnp.float32)
+            total += jnp.round(mean[..., 0, 0] * count).astype(jnp.int32)
+        total = total[:, 0] if tokens.ndim == 2 else total[logits_at]
+        return jax.nn.one_hot(total % 3, VOCAB), cache
 
 
 @jax.tree_util.register_static
@@ -145,9 +168,9 @@ class Divided(Checksum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A `Checksum` that lies on devices of its own."""
+    """A `Checksum` that lies on devices of its own. Its weights are a number: its keys and logits depend on it."""
 
-    nothing: jax.Array
+    weights: jax.Array
     model: Checksum = dataclasses.field(metadata={"static": True}, default=Checksum())
 
     @property
@@ -159,12 +182,22 @@ class Placed:
         return self.model.dtype
 
     def __call__(self, tokens, *, cache, logits_at):
+        tokens = tokens + 5 * self.weights.astype(jnp.int32)
         logits, cache = self.model(tokens, cache=cache, logits_at=logits_at)
-        return logits + self.nothing, cache
+        return logits + self.weights.astype(logits.dtype), cache
+
+
+def see(window):
+    """Returns the options of a layer that sees so much."""
+    if isinstance(window, tuple):
+        return {"chunk": window[1]} if window[0] == "chunk" else {"window": window[0], "sink_tokens": window[1]}
+    return {"window": window}
 
 
 def is_seen(position, end, window):
     """Whether what comes behind `end` tokens sees a position before that."""
+    if isinstance(window, tuple) and window[0] == "chunk":
+        return position >= (end - 1) // window[1] * window[1]
     window, first = window if isinstance(window, tuple) else (window or LONGEST, 0)
     return (position >= end - window) | (position < first)
 

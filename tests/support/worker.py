@@ -180,7 +180,7 @@ def served(folder, process):
 
 
 def placed(model, added=0):
-    """What makes a model on a mesh, to whose logits a parameter is added."""
+    """What makes a model on a mesh, to whose keys and logits a parameter is added."""
     return lambda mesh: Placed(put_replicated(np.float32(added), NamedSharding(mesh, PartitionSpec())), model)
 
 

@@ -21,7 +21,7 @@ class Shifted(Placed):
 
     def __call__(self, tokens, *, cache, logits_at):
         logits, cache = self.model(tokens, cache=cache, logits_at=logits_at)
-        return jnp.roll(logits, self.nothing.astype(jnp.int32), axis=-1), cache
+        return jnp.roll(logits, self.weights.astype(jnp.int32), axis=-1), cache
 
 
 def shift(by):
