@@ -13,6 +13,8 @@ from test_adoption import changed_lines
 import jaxkv
 import pallas_kernels
 from jaxkv._cli.main import main
+from jaxkv.models.checkpoints.gguf_metadata import ARCHITECTURES
+from jaxkv.models.families import FAMILIES
 
 MODULES = ("convert", "distributed", "hooks", "linen", "models", "nnx", "scores", "testing", "text")
 WITH_CODE = [page for page in PAGES[1:] if blocks(page.read_text(), "python")]
@@ -98,3 +100,12 @@ def test_a_refusal_names_a_page_that_there_is():
     for file in (ROOT / "jaxkv").rglob("*.py"):
         for page in re.findall(r"See docs/(\w+)\.md", file.read_text()):
             assert (ROOT / f"docs/{page}.md").exists(), (file, page)
+
+
+def test_the_families_that_are_read_are_listed():
+    """Each by its name in files, once, and no other."""
+    table = (ROOT / "docs" / "checkpoints.md").read_text().partition("## Families")[2]
+    *rows, of_gguf = [re.findall(r"`([\w-]+)`", row.split("|")[2]) for row in table.strip().splitlines()[2:]]
+    named = [name for row in rows for name in row]
+    assert sorted(named) == sorted(FAMILIES)
+    assert sorted(of_gguf) == sorted(ARCHITECTURES)
