@@ -20,7 +20,7 @@ from jaxkv.models import loader
 FAMILIES = (
     "llama", "llama_linear", "llama3", "qwen2", "qwen3", "gemma2", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_moe",
     "qwen3_vl_moe", "granite", "smollm3", "olmo2", "seed_oss", "ernie4_5",
-    "gpt_oss",
+    "gpt_oss", "gemma", "arcee",
 )  # fmt: skip
 WINDOWS = ("qwen2", "qwen2_5_vl", "smollm3")  # GGUF files of these have none
 ENDS = ("<|im_end|>", "plain", "<|eot_id|>")

@@ -23,7 +23,7 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "qwen2_5_vl_text": "qwen2vl",
     "qwen3_vl_text": "qwen3vl", "qwen3_vl_moe_text": "qwen3vlmoe",
 }  # fmt: skip
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "arcee", "granite", "smollm3")
 BEHIND = ("gemma2", "gemma3", "olmo2", "seed_oss", "gpt-oss")  # whose post_attention_layernorm is called so
 
 
@@ -107,7 +107,7 @@ def entries_of(config, architecture):
             f"{a}.residual_scale": ("float32", config["residual_multiplier"]),
             f"{a}.logit_scale": ("float32", config["logits_scaling"]),
         }
-    if "gemma" in architecture:
+    if architecture in ("gemma2", "gemma3"):
         entries[f"{a}.attention.sliding_window"] = ("uint32", config["sliding_window"])
         entries[f"{a}.attention.scale"] = ("float32", config["query_pre_attn_scalar"] ** -0.5)
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):

@@ -143,6 +143,7 @@ ARCHITECTURES = {
     "llama": Architecture("llama", permuted=True, biases=ATTENTION | {"mlp_bias": "ffn_up"}),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3", biases=ATTENTION),
+    "gemma": Architecture("gemma", norm_offset=1.0, biases=ATTENTION),
     "gemma2": Architecture("gemma2", norm_offset=1.0, norms=GEMMA_NORMS, complete=_complete_gemma2),
     "gemma3": Architecture("gemma3_text", norm_offset=1.0, norms=GEMMA_NORMS, complete=_complete_gemma3),
     "qwen2vl": Architecture("qwen2", complete=_complete_vision_language),
@@ -154,6 +155,7 @@ ARCHITECTURES = {
         names={name: own.replace("gate", "router") for name, own in ROUTER.items()}
         | {"attn_sinks.weight": "self_attn.sinks"},
     ),
+    "arcee": Architecture("arcee", permuted=True, biases=ATTENTION | {"mlp_bias": "ffn_up"}),
     "granite": Architecture("granite", permuted=True, complete=_complete_granite),
     "smollm3": Architecture("smollm3", permuted=True),
     "olmo2": Architecture("olmo2", norms=OLMO_NORMS),
