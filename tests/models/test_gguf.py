@@ -133,6 +133,12 @@ def test_experts_that_do_not_fit_are_refused(tmp_path, metadata, message):
         models.load(path)
 
 
+def test_a_file_may_say_no_width_of_mlps_where_all_layers_have_experts(tmp_path):
+    for value in (("uint32", 0), (None, 0)):
+        path = gguf_files.write(tmp_path / "model.gguf", "qwen3_moe", metadata={"qwen3moe.feed_forward_length": value})
+        assert loader.read_config(path).mlp_dim == 24
+
+
 @pytest.mark.parametrize("shape", [(3,), (1, 1, 1, 7)])
 def test_experts_of_odd_shapes_are_refused(tmp_path, shape):
     odd = {"blk.1.ffn_up_exps.weight": np.zeros(shape, np.float32)}

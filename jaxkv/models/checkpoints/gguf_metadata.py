@@ -58,11 +58,11 @@ GRANITE = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
-EXPERTS = {
+QWEN_EXPERTS = {
     "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }  # fmt: skip
-GPT_OSS = {
+GPT_OSS_EXPERTS = {
     "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "intermediate_size", "attention.sliding_window": "sliding_window",
 }  # fmt: skip
@@ -91,7 +91,7 @@ class Architecture:
     names: Mapping[str, str] = MappingProxyType({})
     name_experts: NameExperts | None = None
     biases: Mapping[str, str] = MappingProxyType({})
-    complete: Callable[[dict[str, Any], dict[str, Any], Mapping[str, StoredTensor]], None] = lambda *_: None
+    complete: Callable[[dict[str, Any], dict[str, Any], Tensors], None] = lambda *_: None
 
 
 def _complete_gemma2(fields: dict[str, Any], own: dict[str, Any], tensors: Tensors) -> None:
@@ -121,7 +121,7 @@ def _complete_granite(fields: dict[str, Any], own: dict[str, Any], tensors: Tens
 
 def _complete_qwen3_moe(fields: dict[str, Any], own: dict[str, Any], tensors: Tensors) -> None:
     _complete_vision_language(fields, own, tensors)
-    fields |= {field: own.pop(name) for name, field in EXPERTS.items()}
+    fields |= {field: own.pop(name) for name, field in QWEN_EXPERTS.items()}
     fields["norm_topk_prob"] = True  # as llama.cpp computes it
     fields["mlp_only_layers"] = sorted(int(found[1]) for name in tensors if (found := DENSE.fullmatch(name)))
     if fields.get("intermediate_size") in (None, 0):
@@ -129,7 +129,7 @@ def _complete_qwen3_moe(fields: dict[str, Any], own: dict[str, Any], tensors: Te
 
 
 def _complete_gpt_oss(fields: dict[str, Any], own: dict[str, Any], tensors: Tensors) -> None:
-    fields |= {field: own.pop(name) for name, field in GPT_OSS.items() if name in own}
+    fields |= {field: own.pop(name) for name, field in GPT_OSS_EXPERTS.items() if name in own}
     if isinstance(fields["rope_scaling"], dict):
         fields["rope_scaling"]["truncate"] = False  # which no entry says
 
@@ -198,7 +198,7 @@ def read_fields(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
     if missing := {"num_hidden_layers", "hidden_size", "num_attention_heads"} - fields.keys():
         names = {field: prefix + name for name, field in FIELDS.items()}
         raise ValueError(f"{where} lacks {names[min(missing)]} in its metadata.")
-    if architecture.name_experts and (absent := EXPERTS.keys() - own.keys()):
+    if architecture.name_experts and (absent := QWEN_EXPERTS.keys() - own.keys()):
         raise ValueError(f"{where} lacks {prefix}{min(absent)} in its metadata.")
     _read_head_dim(fields, own, prefix, where)
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])

@@ -53,8 +53,7 @@ def outer_shapes(config: DecoderConfig) -> Shapes:
 def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """Returns the shapes of a layer's parameters."""
     block, norm = config.block(layer), (config.embed_dim,)
-    before = config.pre_norms or block.mixer is not None
-    behind = config.post_norms and block.mixer is None if block.post_norms is None else block.post_norms
+    before, behind = config.find_norms(layer)
     shapes: Shapes = {
         ("attention_norm",): norm if before and block.num_layers else None,
         ("mlp_norm",): norm if before and block.mlp else None,
@@ -94,7 +93,7 @@ def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
 
 def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     width, block, kept = config.embed_dim, config.block(layer), config.layers[config.first_layer(layer)]
-    heads, sinks = block.num_heads or config.num_heads, config.sinks if block.sinks is None else block.sinks
+    heads = config.count_heads(layer)
     kv_heads, head_dim = kept.num_kv_heads, kept.head_dim
     v_head_dim, stores = kept.v_head_dim or head_dim, kept.shares_with is None
     has_values = stores and not block.values_are_keys
@@ -112,7 +111,7 @@ def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
         ("key_bias",): (kv_heads, head_dim) if bias and stores else None,
         ("value_bias",): (kv_heads, v_head_dim) if bias and has_values else None,
         ("out_bias",): (width,) if config.out_bias else None,
-        ("sinks",): (heads,) if sinks else None,
+        ("sinks",): (heads,) if config.has_sinks(layer) else None,
         ("position_fn", "query_norm"): query_norm if has_norms else None,
         ("position_fn", "key_norm"): key_norm if has_norms and stores else None,
     }
