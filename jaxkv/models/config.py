@@ -241,6 +241,22 @@ class DecoderConfig:
         """Returns what a block has."""
         return self.blocks[i] if self.blocks else ATTENTION
 
+    def count_heads(self, i: int) -> int:
+        """Returns the query heads of a block's attention."""
+        return self.block(i).num_heads or self.num_heads
+
+    def has_sinks(self, i: int) -> bool:
+        """Tells whether a block's attention has sinks."""
+        own = self.block(i).sinks
+        return self.sinks if own is None else own
+
+    def find_norms(self, i: int) -> tuple[bool, bool]:
+        """Tells whether norms come before the parts of a block, and whether they come behind."""
+        block = self.block(i)
+        has_mixer = block.mixer is not None
+        behind = self.post_norms and not has_mixer if block.post_norms is None else block.post_norms
+        return self.pre_norms or has_mixer, behind
+
     def first_layer(self, i: int) -> int:
         """Returns the index in `layers` of a block's first layer."""
         return sum(block.num_layers for block in self.blocks[:i]) if self.blocks else i
@@ -248,8 +264,7 @@ class DecoderConfig:
     @property
     def query_heads(self) -> tuple[int, ...]:
         """Query heads of each attention layer."""
-        blocks = self.blocks or (ATTENTION,) * len(self.layers)
-        return tuple(block.num_heads or self.num_heads for block in blocks if block.attention)
+        return tuple(self.count_heads(i) for i in range(self.num_layers) if self.block(i).attention)
 
     @property
     def attention_layers(self) -> tuple[LayerConfig, ...]:

@@ -30,9 +30,7 @@ class Block(nnx.Module):
         def norm(wanted: bool) -> nnx.Param | None:
             return norm_weight(config, config.embed_dim, dtype) if wanted else None
 
-        has_mixer = own.mixer is not None
-        before = config.pre_norms or has_mixer
-        behind = config.post_norms and not has_mixer if own.post_norms is None else own.post_norms
+        before, behind = config.find_norms(layer)
         self.attention_norm = norm(before and own.num_layers > 0)
         self.attention = make_attention(config, layer, dtype, rngs) if own.attention else None
         self.mixer = None if own.mixer is None else make_mixer(config, own.mixer, dtype, rngs)
@@ -130,7 +128,7 @@ class Block(nnx.Module):
 def make_attention(config: DecoderConfig, i: int, dtype: Any, rngs: nnx.Rngs) -> Attention | LatentAttention:
     """Makes a block's attention."""
     rope, kept, own = config.ropes[i], config.layers[config.first_layer(i)], config.block(i)
-    num_heads = own.num_heads or config.num_heads
+    num_heads = config.count_heads(i)
     if config.latent is not None:
         return LatentAttention(config, config.latent, rope, dtype, rngs, kept.index_dim is not None)
     by, activation = config.attention_gate_by, config.attention_gate_activation
@@ -147,7 +145,7 @@ def make_attention(config: DecoderConfig, i: int, dtype: Any, rngs: nnx.Rngs) ->
         v_head_dim=kept.v_head_dim,
         use_bias=config.qkv_bias,
         use_out_bias=config.out_bias,
-        use_sinks=config.sinks if own.sinks is None else own.sinks,
+        use_sinks=config.has_sinks(i),
         position_fn=NormedRope(config, num_heads, kept, rope, dtype) if config.qk_norm else rope,
         scale=config.attention_scale * config.attention_scales[1],
         soft_cap=config.attention_soft_cap,

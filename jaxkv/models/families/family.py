@@ -1,7 +1,7 @@
 """The contract of a model family, and shared readers: sizes, layer types, windows."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from jaxkv._core.config.validation import integer
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, MOST_LAYERS, SLIDING, Fields
+from jaxkv.models.rope import Rope
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "relu2"]] = {
@@ -220,6 +221,11 @@ def render_common(config: DecoderConfig, *, activation: str = "hidden_act") -> d
 def render_uniform(config: DecoderConfig, **options: Any) -> dict[str, Any]:
     """Writes the fields that `read_uniform` reads."""
     return render_common(config, **options) | {"rope_parameters": render_rope(config.ropes[0])}
+
+
+def spread_ropes(ropes: Mapping[str, Rope], windows: Iterable[int | None]) -> tuple[Rope, ...]:
+    """Returns each layer's rotary embedding, of those with a window and those without that `parse_ropes` returns."""
+    return tuple(ropes[FULL if window is None else SLIDING] for window in windows)
 
 
 def render_ropes(config: DecoderConfig) -> dict[str, Any]:

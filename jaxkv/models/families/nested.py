@@ -38,13 +38,13 @@ def drop_grid_positions(name: str, value: Any) -> Any:
 
 
 def make_nested(
-    texts: Mapping[str, Family], architecture: str, *, towers: tuple[str, ...] = ("vision",),
+    texts: Mapping[str, Family], *architectures: str, towers: tuple[str, ...] = ("vision",),
     defaults: Defaults | None = None, names: Mapping[str, str] | None = None,
 ) -> Family:  # fmt: skip
     """Returns the family of models that nest one of the text families `texts`, by `model_type`; the first by default.
 
     Args:
-      architecture: the transformers class.
+      architectures: the transformers class, and its names elsewhere.
       towers: what else such a model has.
       defaults: of fields that a `text_config` may omit; or what returns them for the others.
       names: the `model_type` of text models that are called otherwise where they are nested.
@@ -81,5 +81,5 @@ def make_nested(
     return Family(
         parse=texts[first].parse, render=texts[first].render, flatten=flatten, name_tensor=name_tensor,
         repack=texts[first].repack,
-        architectures=(architecture, *(name for family in texts.values() for name in family.architectures)),
+        architectures=(*architectures, *(name for family in texts.values() for name in family.architectures)),
     )  # fmt: skip

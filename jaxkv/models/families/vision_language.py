@@ -3,12 +3,10 @@
 Only the text model is read. It is the family of that name alone: saved again, it is that family's checkpoint.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxkv.models.families.experts.qwen3_moe import split_experts
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.nested import Defaults, make_nested
 
@@ -26,13 +24,11 @@ class Wrapper(NamedTuple):
       architectures: the transformers class, and its names elsewhere.
       texts: the family of each `model_type` that the text model may have; the first by default.
       defaults: of fields that a `text_config` may omit; or what returns them for the others.
-      repack: that of the wrapper's checkpoints.
     """
 
     architectures: tuple[str, ...]
     texts: Mapping[str, str]
     defaults: Defaults = MappingProxyType({})
-    repack: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
 
 def _any_text(first: str) -> dict[str, str]:
@@ -56,7 +52,6 @@ WRAPPERS = {
     "qwen3_vl": Wrapper(("Qwen3VLForConditionalGeneration",), {"qwen3_vl_text": "qwen3"}),
     "qwen3_vl_moe": Wrapper(
         ("Qwen3VLMoeForConditionalGeneration",), {"qwen3_vl_moe_text": "qwen3_moe"}, {"norm_topk_prob": True},
-        split_experts,
     ),
     "kimi_k25": Wrapper(
         ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
@@ -83,10 +78,7 @@ def make_wrappers(families: Mapping[str, Family]) -> dict[str, Family]:
     """Returns the families of `WRAPPERS`, by `model_type`."""
 
     def make(wrapper: Wrapper) -> Family:
-        architecture, *others = wrapper.architectures
         texts = {name: families[family] for name, family in wrapper.texts.items()}
-        made = make_nested(texts, architecture, defaults=wrapper.defaults, names=wrapper.texts)
-        repack = made.repack if wrapper.repack is None else wrapper.repack
-        return dataclasses.replace(made, architectures=(*others, *made.architectures), repack=repack)
+        return make_nested(texts, *wrapper.architectures, defaults=wrapper.defaults, names=wrapper.texts)
 
     return {name: make(wrapper) for name, wrapper in WRAPPERS.items()}

@@ -9,6 +9,7 @@ from typing import Any
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.experts.qwen3_moe import read_expert_layers, render_expert_layers
+from jaxkv.models.families.experts_common import place_experts
 from jaxkv.models.families.family import (
     Family,
     read_uniform,
@@ -35,7 +36,7 @@ def parse(fields: Fields) -> DecoderConfig:
     layers = read_expert_layers(fields, num_layers)
     return DecoderConfig(**common | dict(
         windows=_read_windows(fields, num_layers), qkv_bias=fields.flag("qkv_bias", True),
-        experts=experts if any(layers) else None, expert_layers=layers if any(layers) else (),
+        **place_experts(experts, layers),
     ))  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import MOST_DIM, MOST_HEADS, Fields
+from jaxkv.models.families.experts_common import place_experts
 from jaxkv.models.families.family import Family, read_uniform, render_uniform
 from jaxkv.models.families.prenorm.qwen2 import read_switched_windows, render_switched_windows
 
@@ -31,7 +32,7 @@ def parse(fields: Fields) -> DecoderConfig:
     layers = read_expert_layers(fields, num_layers)
     return DecoderConfig(**common | dict(
         windows=windows, qk_norm=True, qkv_bias=has_bias, out_bias=has_bias,
-        experts=experts if any(layers) else None, expert_layers=layers if any(layers) else (),
+        **place_experts(experts, layers),
     ))  # fmt: skip
 
 
@@ -83,4 +84,4 @@ def _split(name: str, tensor: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-FAMILY = Family(parse=parse, render=render, architectures=("Qwen3MoeForCausalLM",))
+FAMILY = Family(parse=parse, render=render, architectures=("Qwen3MoeForCausalLM",), repack=split_experts)

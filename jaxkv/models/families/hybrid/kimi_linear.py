@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, Fields
+from jaxkv.models.families.experts_common import place_experts
 from jaxkv.models.families.family import (
     Family,
     Section,
@@ -56,7 +57,7 @@ def parse(fields: Fields) -> DecoderConfig:
     return DecoderConfig(**common | dict(
         latent=latent, blocks=mix(kinds, delta), ropes=(Rope(partial_rotary_factor=0.0),) * num_layers,
         attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5, qkv_bias=has_bias, out_bias=has_bias,
-        experts=experts if any(layers) else None, expert_layers=layers if any(layers) else (),
+        **place_experts(experts, layers),
     ))  # fmt: skip
 
 

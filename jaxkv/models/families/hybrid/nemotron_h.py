@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, MOST_LAYERS, Fields
+from jaxkv.models.families.experts_common import place_experts
 from jaxkv.models.families.family import Family, make_experts, make_part, read_common, render_common
 from jaxkv.models.families.hybrid_common import mamba_names, mixer_of
 from jaxkv.models.mixers.block_config import BlockConfig, SpaceConfig
@@ -67,8 +68,7 @@ def parse(fields: Fields) -> DecoderConfig:
     return DecoderConfig(
         **common, blocks=tuple(blocks.get(kind, BlockConfig(attention=False)) for kind in kinds), gated_mlp=False,
         ropes=(Rope(partial_rotary_factor=0.0),) * len(kinds), qkv_bias=has_bias, out_bias=has_bias,
-        mlp_bias=fields.flag("mlp_bias", False), experts=experts if any(layers) else None,
-        expert_layers=layers if any(layers) else (),
+        mlp_bias=fields.flag("mlp_bias", False), **place_experts(experts, layers),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.experts.qwen2_moe import TENSORS as EXPERTS, render_experts
 from jaxkv.models.families.experts.qwen3_moe import read_expert_layers, render_expert_layers
+from jaxkv.models.families.experts_common import place_experts
 from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
 from jaxkv.models.families.hybrid_common import (
     GATED_ATTENTION,
@@ -50,9 +51,7 @@ TENSORS |= {f"mixer.{name}": rows(BA, _ba, i, lambda delta: delta.key_heads)
 def parse(fields: Fields) -> DecoderConfig:
     common, experts = read_qwen_next(fields), read_experts(fields, count=512, per_token=10)
     layers = read_expert_layers(fields, len(common["blocks"]))
-    return DecoderConfig(
-        **common, experts=experts if any(layers) else None, expert_layers=layers if any(layers) else ()
-    )
+    return DecoderConfig(**common, **place_experts(experts, layers))
 
 
 def read_qwen_next(fields: Fields, *, num_kv_heads: int = 2, mlp_dim: int = 5632) -> dict[str, Any]:

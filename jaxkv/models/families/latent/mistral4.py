@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig, LatentConfig
 from jaxkv.models.config_fields import MOST_DIM, MOST_HEADS, Fields
+from jaxkv.models.families.experts_common import place_experts
 from jaxkv.models.families.family import Family, half, read_common, read_num_layers, render_common, transpose
 from jaxkv.models.families.latent.deepseek import read_latent, render_latent
 from jaxkv.models.families.nested import make_nested
@@ -35,7 +36,7 @@ def parse(fields: Fields) -> DecoderConfig:
     return DecoderConfig(**common | dict(
         latent=latent, windows=(None,) * num_layers, ropes=(rope,) * num_layers, qkv_bias=has_bias, out_bias=has_bias,
         attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * rope.sharpening(rope.mscale_all_dim) ** 2,
-        experts=experts if any(layers) else None, expert_layers=layers if any(layers) else (),
+        **place_experts(experts, layers),
     ))  # fmt: skip
 
 

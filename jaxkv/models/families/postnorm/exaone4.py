@@ -5,6 +5,7 @@ With a sliding window, layers without it do not rotate (NoPE). Refuses a `slidin
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from jaxkv.models.config import DecoderConfig
@@ -18,6 +19,7 @@ from jaxkv.models.families.family import (
     render_windows,
 )
 from jaxkv.models.families.postnorm.olmo2 import TENSORS
+from jaxkv.models.rope import Rope
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 
@@ -31,9 +33,13 @@ def read_exaone(fields: Fields) -> dict[str, Any]:
     window = fields.size("sliding_window", 4096, None)
     windows = read_windows(fields, _read_pattern(fields, num_layers, window), window)
     rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0)[FULL]
+    return common | dict(windows=windows, ropes=rotate_windowed(rope, windows, window), qk_norm=True)
+
+
+def rotate_windowed(rope: Rope, windows: Iterable[int | None], window: int | None) -> tuple[Rope, ...]:
+    """Returns each layer's rotary embedding: with a `window` in the config, layers without one do not rotate."""
     still = rope if window is None else dataclasses.replace(rope, partial_rotary_factor=0.0)
-    ropes = tuple(still if x is None else rope for x in windows)
-    return common | dict(windows=windows, ropes=ropes, qk_norm=True)
+    return tuple(still if x is None else rope for x in windows)
 
 
 def _read_pattern(fields: Fields, num_layers: int, window: int | None) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, SLIDING, Fields
-from jaxkv.models.families.family import Family, read_num_layers, read_windows, render_ropes
+from jaxkv.models.families.family import Family, read_num_layers, read_windows, render_ropes, spread_ropes
 from jaxkv.models.families.nested import make_nested
 from jaxkv.models.families.postnorm.gemma2 import TENSORS, read_gemma, render_gemma
 from jaxkv.models.rope_fields import parse_ropes
@@ -29,7 +29,7 @@ def parse(fields: Fields) -> DecoderConfig:
     windows = read_windows(fields, types, fields.size("sliding_window", 4096, None))
     ropes = parse_ropes(fields, common["max_seq_len"], theta=1e6, local_theta=1e4)
     return DecoderConfig(
-        **common, windows=windows, ropes=tuple(ropes[FULL if window is None else SLIDING] for window in windows),
+        **common, windows=windows, ropes=spread_ropes(ropes, windows),
         qk_norm=True,
     )  # fmt: skip
 

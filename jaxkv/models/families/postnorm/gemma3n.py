@@ -12,7 +12,7 @@ from jaxkv._core.config.validation import integer, real
 from jaxkv.models.config import DecoderConfig, StreamsConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, SLIDING, Fields
 from jaxkv.models.families import gemma_shared
-from jaxkv.models.families.family import Family, read_num_layers, read_windows
+from jaxkv.models.families.family import Family, read_num_layers, read_windows, spread_ropes
 from jaxkv.models.families.nested import make_nested
 from jaxkv.models.mixers.block_config import BlockConfig
 from jaxkv.models.rope_fields import parse_ropes
@@ -49,7 +49,7 @@ def parse(fields: Fields) -> DecoderConfig:
         raise fields.refuse("hidden_size_per_layer_input", 0, "a width above 0")
     sparsities = _read_sparsities(fields, num_layers)
     return DecoderConfig(
-        **common, layers=layers, ropes=tuple(ropes[FULL if x is None else SLIDING] for x in windows),
+        **common, layers=layers, ropes=spread_ropes(ropes, windows),
         blocks=tuple(
             BlockConfig(mlp_dim=None if width == widths[0] else width, gate_sparsity=sparsity)
             for width, sparsity in zip(widths, sparsities, strict=True)

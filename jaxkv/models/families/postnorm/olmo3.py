@@ -14,6 +14,7 @@ from jaxkv.models.families.family import (
     render_common,
     render_ropes,
     render_windows,
+    spread_ropes,
 )
 from jaxkv.models.families.postnorm.olmo2 import TENSORS, read_olmo
 from jaxkv.models.rope_fields import parse_ropes
@@ -25,9 +26,7 @@ def parse(fields: Fields) -> DecoderConfig:
     windows = read_windows(fields, types, fields.size("sliding_window", 4096, None))
     theta = fields.number("rope_theta", 500_000.0, least=1)
     ropes = parse_ropes(fields, common["max_seq_len"], theta=theta, local_theta=theta)
-    return DecoderConfig(
-        **common, windows=windows, ropes=tuple(ropes[FULL if window is None else SLIDING] for window in windows)
-    )
+    return DecoderConfig(**common, windows=windows, ropes=spread_ropes(ropes, windows))
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 Experts are chosen by their logits and a bias, and weighted by sigmoids. Layers without a window do not rotate.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +36,6 @@ def parse(fields: Fields) -> DecoderConfig:
     window = fields.size("sliding_window", 513, None)
     windows = read_windows(fields, [SLIDING if (i + 1) % 5 else FULL for i in range(num_layers)], window)
     rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0)[FULL]
-    still = rope if window is None else dataclasses.replace(rope, partial_rotary_factor=0.0)
     count = fields.either("num_experts", "num_local_experts", 384, most=MOST_HEADS)
     experts = make_experts(
         fields, count=count, per_token=fields.size("num_experts_per_tok", 6, most=count), scores="sigmoid",
@@ -46,7 +44,7 @@ def parse(fields: Fields) -> DecoderConfig:
         shared_dim=fields.size("shared_expert_intermediate_size", WIDTH, most=MOST_DIM),
     )  # fmt: skip
     return DecoderConfig(
-        **common, windows=windows, ropes=tuple(still if x is None else rope for x in windows), qk_norm=True,
+        **common, windows=windows, ropes=exaone4.rotate_windowed(rope, windows, window), qk_norm=True,
         post_norms=True, experts=experts, expert_layers=(True,) * num_layers,
     )  # fmt: skip
 

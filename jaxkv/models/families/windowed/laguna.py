@@ -20,6 +20,7 @@ from jaxkv.models.families.family import (
     render_common,
     render_ropes,
     render_windows,
+    spread_ropes,
 )
 from jaxkv.models.mixers.block_config import BlockConfig
 from jaxkv.models.rope_fields import parse_ropes
@@ -46,7 +47,7 @@ def parse(fields: Fields) -> DecoderConfig:
         raise fields.refuse("gating", gating, "True, 'per-head' and 'per-element'")
     return DecoderConfig(**common | dict(
         windows=windows, blocks=_read_blocks(fields, num_layers, common["num_heads"]), qk_norm=True,
-        ropes=tuple(ropes[FULL if x is None else SLIDING] for x in windows), qkv_bias=has_bias, out_bias=has_bias,
+        ropes=spread_ropes(ropes, windows), qkv_bias=has_bias, out_bias=has_bias,
         attention_gate=True, attention_gate_by=GATING[gating], attention_gate_activation="softplus",
         **place_experts(_read_experts(fields), layers),
     ))  # fmt: skip

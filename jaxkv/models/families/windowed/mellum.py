@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.models.config import DecoderConfig
-from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, SLIDING, Fields
+from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.experts_common import place_experts, read_sparse_layers, render_sparse_layers
 from jaxkv.models.families.family import (
     Family,
@@ -18,6 +18,7 @@ from jaxkv.models.families.family import (
     render_common,
     render_ropes,
     render_windows,
+    spread_ropes,
 )
 from jaxkv.models.rope_fields import parse_ropes
 
@@ -39,7 +40,7 @@ def parse(fields: Fields) -> DecoderConfig:
         normalise=fields.flag("norm_topk_prob", True),
     )  # fmt: skip
     return DecoderConfig(
-        **common, windows=windows, ropes=tuple(ropes[FULL if x is None else SLIDING] for x in windows), qk_norm=True,
+        **common, windows=windows, ropes=spread_ropes(ropes, windows), qk_norm=True,
         qkv_bias=has_bias, out_bias=has_bias, **place_experts(experts, layers),
     )  # fmt: skip
 

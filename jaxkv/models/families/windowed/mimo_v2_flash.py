@@ -28,6 +28,7 @@ from jaxkv.models.families.family import (
     render_common,
     render_ropes,
     render_windows,
+    spread_ropes,
 )
 from jaxkv.models.mixers.block_config import BlockConfig
 from jaxkv.models.rope_fields import parse_ropes
@@ -72,7 +73,7 @@ def parse(fields: Fields) -> DecoderConfig:
             LayerConfig(num_kv_heads=kv_heads if x is None else many, window=x, **widths) for x in windows
         ),
         blocks=tuple(BlockConfig(sinks=window is not None) for window in windows),
-        ropes=tuple(ropes[FULL if window is None else SLIDING] for window in windows),
+        ropes=spread_ropes(ropes, windows),
         qkv_bias=fields.flag("attention_bias", False), attention_scales=(1.0, 1.0, 1.0 if scale is None else scale),
         **place_experts(experts, layers),
     )  # fmt: skip
