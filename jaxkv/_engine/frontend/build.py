@@ -10,7 +10,7 @@ from jaxkv._core.config.validation import flag, integer, real
 from jaxkv._core.state.device_arrays import AXIS, split_model
 from jaxkv._engine.frontend.options import EngineOptions
 from jaxkv._engine.hosts.remote_prefill import RemotePrefill
-from jaxkv._engine.programs.draft_model import make_drafter
+from jaxkv._engine.programs.draft_model import check_draft, make_drafter
 from jaxkv._engine.programs.model import takes
 from jaxkv._engine.programs.step_rows import Hook
 from jaxkv._engine.requests.eviction_policy import Eviction
@@ -111,7 +111,8 @@ def make_cores(
     drafts, prefills = _split_by_shard("draft", draft, count), _split_by_shard("prefill", prefill, count)
     guesses, deterministic = (options.draft_tokens, options.draft_branches), options.deterministic
     sizes = (options.step_tokens, options.long_prefill_tokens)
-    drafters = [make_drafter(own, config, options.step_tokens, *guesses, vocab_size) for own in drafts]
+    drafters = [make_drafter(own, config, options.step_tokens, *guesses) for own in drafts]
+    check_draft(drafters[0], drafts[0], vocab_size)
     cores = []
     for model, drafter, own_prefill in zip(models, drafters, prefills, strict=True):
         own_prefix = make_prefix(

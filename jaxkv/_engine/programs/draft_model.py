@@ -177,20 +177,23 @@ class ModelDrafter:
         return chosen
 
 
-def make_drafter(
-    draft: Any, config: CacheConfig, step_tokens: int, count: int, branches: int, vocab_size: int | None
-) -> Drafter | None:
-    """Makes the drafter of an engine with a cache like this, whose model has so many tokens. Raises ValueError for a
-    draft model that fails, or has other tokens."""
+def make_drafter(draft: Any, config: CacheConfig, step_tokens: int, count: int, branches: int) -> Drafter | None:
+    """Makes the drafter of an engine with a cache like this; see `check_draft`."""
     if draft is None:
         return None
     if isinstance(draft, str):
         return NGramDrafter(branches)
-    made = ModelDrafter(
+    return ModelDrafter(
         draft, max_seqs=config.max_seqs, max_seq_len=config.max_seq_len, step_tokens=step_tokens, count=count
     )
+
+
+def check_draft(drafter: Drafter | None, draft: Any, vocab_size: int | None) -> None:
+    """Raises ValueError for a draft model that fails, or has other tokens than a model with so many."""
+    if not isinstance(drafter, ModelDrafter):
+        return
     try:
-        theirs = check_shapes(draft, made.config, is_divided=made.mesh is not None)
+        theirs = check_shapes(draft, drafter.config, is_divided=drafter.mesh is not None)
     except ValueError as error:
         raise ValueError(f"draft cannot guess tokens: {error}") from error
     if None not in (theirs, vocab_size) and theirs != vocab_size:
@@ -198,7 +201,6 @@ def make_drafter(
             f"draft has a vocabulary of {theirs} tokens, but the model one of {vocab_size}: a token must mean the same "
             "to both."
         )
-    return made
 
 
 def _common(known: list[int], tokens: list[int]) -> int:
