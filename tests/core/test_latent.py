@@ -265,7 +265,10 @@ BAD = {
         lambda cache: jaxkv.write(cache, K[..., :8], None, layer=3), "v must be an array, not NoneType",
     ),
     "rank 0": (lambda _: jaxkv.LayerConfig.latent(0, 4), "rank must be at least 1, not 0"),
-    "no rope": (lambda _: jaxkv.LayerConfig.latent(8, 0), "rope_dim must be at least 1, not 0"),
+    "less than no rope": (lambda _: jaxkv.LayerConfig.latent(8, -1), "rope_dim must be at least 0, not -1"),
+    "a rank beyond the row": (
+        lambda _: jaxkv.LayerConfig(num_kv_heads=1, head_dim=8, rank=9), "no narrower than it, but rank is 9",
+    ),
     "a rank alone": (
         lambda _: jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, rank=4), "make it with LayerConfig.latent",
     ),
@@ -277,6 +280,24 @@ BAD = {
         "if latent, rank and rope_dim",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_keys_that_are_the_values(kind):
+    """Rows of a rank as wide as they are: stored once, and attended to as keys and values of one head."""
+    shared, plain = jaxkv.LayerConfig.latent(16, 0, window=5), jaxkv.LayerConfig(num_kv_heads=1, head_dim=16, window=5)
+    assert (shared.head_dim, shared.rank, shared.value_dim) == (16, 16, 16)
+    cache = jaxkv.init(make_config(kind, (shared, plain.replace(rotate=False)), join_kv=False))
+    assert cache.pools[0].kv.size * 2 == cache.pools[1].kv.size
+    rng, sinks = np.random.default_rng(0), jnp.linspace(-1, 1, HEADS)
+    for count in (9, 1):
+        q, k = (rng.normal(size=(ROWS, count, heads, 16)).astype(np.float32) for heads in (HEADS, 1))
+        cache = jaxkv.extend(cache, [count, count, 0])
+        out, cache = jaxkv.attention(q, k, None, cache, layer=0, scale=SCALE, sinks=sinks)
+        wanted, cache = jaxkv.attention(q, k, k, cache, layer=1, scale=SCALE, sinks=sinks)
+        np.testing.assert_allclose(out[:2], wanted[:2], atol=1e-5)
+    keys, values = jaxkv.gather(cache, 0, layer=0)
+    equal(keys, values)
 
 
 @pytest.mark.parametrize("name", BAD)

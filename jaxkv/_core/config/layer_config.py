@@ -175,9 +175,9 @@ class LayerConfig:
             )
         if self.rank is not None and self.evict == "head":
             raise ValueError('A latent layer has no heads to evict by: give it evict="layer".')
-        if self.rank is not None and (self.num_kv_heads != 1 or self.rank >= self.head_dim):
+        if self.rank is not None and (self.num_kv_heads != 1 or self.rank > self.head_dim):
             raise ValueError(
-                f"LayerConfig.rank is for latent layers, of one head that is wider than it, but rank is {self.rank}, "
+                f"LayerConfig.rank is for latent layers, of one head no narrower than it, but rank is {self.rank}, "
                 f"num_kv_heads {self.num_kv_heads} and head_dim {self.head_dim}: make it with LayerConfig.latent."
             )
 
@@ -199,7 +199,7 @@ class LayerConfig:
 
         Args:
           rank: entries of a token that all heads' keys and values are made from.
-          rope_dim: entries of the key that carry positions, shared by all heads.
+          rope_dim: entries of the key that carry positions, shared by all heads; 0: keys and values are the same.
           **fields: `window`, `dtype`, `bounds`, `index_dim` and `shares_with`.
 
         From DeepSeek-V2 (https://arxiv.org/abs/2405.04434).
@@ -207,7 +207,7 @@ class LayerConfig:
         >>> LayerConfig.latent().head_dim
         576
         """
-        rank, rope_dim = integer("rank", rank, least=1), integer("rope_dim", rope_dim, least=1)
+        rank, rope_dim = integer("rank", rank, least=1), integer("rope_dim", rope_dim, least=0)
         return cls(num_kv_heads=1, head_dim=rank + rope_dim, rank=rank, **fields)
 
     def __repr__(self) -> str:

@@ -144,7 +144,7 @@ class StorageFormat:
             return jnp.concatenate([stored for stored, _ in halves], axis=-1), jnp.where(nan, jnp.nan, scale)
         assert self.largest is not None, f"{self.name} has no scales"
         x, finite = _hide_not_finite(x)
-        scale = jnp.maximum(jnp.abs(x).max(axis=-1), TINY) / self.largest
+        scale = jnp.maximum(jnp.abs(x).max(axis=-1, initial=0.0), TINY) / self.largest  # half a row may be empty
         scale = scale.astype(scale_dtype or self.scale_dtype)
         ratio = x / self.spread_scales(scale, x.shape[-1])
         stored = self.to_bits(jnp.clip(ratio, -self.largest, self.largest))  # a scale may have been rounded down

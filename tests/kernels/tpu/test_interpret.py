@@ -60,6 +60,8 @@ DECODE = [
     ),
     # Values of 128 and keys of 192 in one row.
     (Case((61, 33), (1, 1), 4, 2, 320, 16, rank=128, scale=0.1, **{**BF16, "stored_head_dim": 384}), None),
+    # Keys that are the values, as a whole.
+    (Case((97, 0, 37), (1, 0, 1), 6, 1, 128, 16, rank=128, scale=0.1, window=50, sinks=True, **BF16), 32),
 ]
 # (new, length) pairs of PEERS' matrices and more; decode rows among them, alone, and none.
 MIXED = [
@@ -101,6 +103,7 @@ MIXED = [
     (Case((150, 40, 190), (33, 1, 40), 3, 1, 128, 16, packed=True, window=50, sink_tokens=40, **BF16), 16),
     # Keys and values joined.
     (Case((150, 40, 0, 90), (33, 1, 0, 40), 10, 2, 128, 16, rank=64, scale=0.1, packed=True, sinks=True, **BF16), 64),
+    (Case((97, 40), (20, 1), 6, 1, 128, 16, rank=128, scale=0.1, packed=True, window=50, sinks=True, **BF16), 32),
 ]
 
 # What goes by a token's chunk, its tree or its span. Rows' first places in a chunk, their last, and one between; trees
