@@ -8,7 +8,9 @@ from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.layer_groups import find_period
 from jaxkv._core.config.validation import integer, real, show
 from jaxkv.models.blocks.part_configs import (
+    CompressedConfig as CompressedConfig,
     ExpertsConfig as ExpertsConfig,
+    HyperConfig as HyperConfig,
     IndexConfig as IndexConfig,
     LatentConfig as LatentConfig,
     PerLayerConfig as PerLayerConfig,
@@ -32,12 +34,13 @@ class DecoderConfig:
       latent: latent attention instead; `layers` are then `LayerConfig.latent`.
       index: the indexers of layers that attend to chosen tokens, beside latent attention; layers with `index_dim` have
         one, and the first layer must.
+      compressed: the attention of DeepSeek V4 instead; `layers` are then `LayerConfig.latent(head_dim, 0)`.
       experts: experts in place of the MLP, in the layers that `expert_layers` selects.
       sinks: one learned logit per head in the softmax's denominator.
       value_norm: an RMS norm, without weights, of each head's values.
       per_layer: embeddings of their own for each layer, which gates at its end add to the residual stream.
-      streams: several residual streams, of which each layer computes one and predicts the others; `per_layer` then adds
-        to the others.
+      streams: several residual streams. With a `StreamsConfig` each layer computes one and predicts the others, and
+        `per_layer` then adds to the others; with a `HyperConfig` each part of a block reads and writes all.
       layer_scale: multiply the residual stream behind each layer by a learned number.
       max_seq_len: number of positions that the model was trained for.
       ropes: each layer's rotary embedding.
@@ -112,6 +115,7 @@ class DecoderConfig:
     byte_tokens: bool = False
     latent: LatentConfig | None = None
     index: IndexConfig | None = None
+    compressed: CompressedConfig | None = None
     experts: ExpertsConfig | None = None
     expert_layers: tuple[bool, ...] = ()
     sinks: bool = False
@@ -120,7 +124,7 @@ class DecoderConfig:
     attention_gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     value_norm: bool = False
     per_layer: PerLayerConfig | None = None
-    streams: StreamsConfig | None = None
+    streams: StreamsConfig | HyperConfig | None = None
     layer_scale: bool = False
     blocks: tuple[BlockConfig, ...] = ()
 
@@ -213,8 +217,34 @@ class DecoderConfig:
                 f"none where there are not, but it has {len(self.expert_layers)}."
             )
         self._check_index()
+        self._check_compressed()
+        if isinstance(self.streams, HyperConfig) and (self.per_layer or self.layer_scale):
+            raise ValueError("Hyper-connections have no per_layer and no layer_scale beside them: leave those out.")
+        hashing = [i for i in range(self.num_layers) if self.block(i).hash_experts]
+        if any(not self.experts or not self.expert_layers[i] for i in hashing) or (
+            hashing and self.experts and self.experts.scores == "softmax_of_chosen"
+        ):
+            raise ValueError(
+                f"Blocks {', '.join(map(str, hashing))} have hash_experts, which need experts in these layers, whose "
+                'scores are others than "softmax_of_chosen".'
+            )
         if self.latent is not None and any(window is not None for window in self.windows):
             raise ValueError("Latent attention has no windows here.")
+
+    def _check_compressed(self) -> None:
+        own = self.compressed
+        if own is None:
+            return
+        if wrong := [layer for layer in self.attention_layers if layer.rank != layer.head_dim]:
+            raise ValueError(
+                f"With compressed= the layers are LayerConfig.latent(head_dim, 0), whose rank is their head_dim, not "
+                f"{wrong[0]}."
+            )
+        if self.num_heads % own.out_groups or own.rope_dim > self.head_dim:
+            raise ValueError(
+                f"{self.num_heads} query heads cannot lie in {own.out_groups} groups, or {own.rope_dim} entries of "
+                f"{self.head_dim} be rotated: out_groups must divide num_heads, and rope_dim be at most head_dim."
+            )
 
     def _check_index(self) -> None:
         widths = [layer.index_dim for layer in self.layers]
@@ -278,8 +308,9 @@ class DecoderConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of the first attention layer; with latent attention the number of query heads."""
-        return self.num_heads if self.latent is not None else self.attention_layers[0].num_kv_heads
+        """KV heads of the first attention layer; where all heads read one row, the number of query heads."""
+        reads_rows = self.latent is not None or self.compressed is not None
+        return self.num_heads if reads_rows else self.attention_layers[0].num_kv_heads
 
     @property
     def head_dim(self) -> int:

@@ -13,14 +13,20 @@ from jaxkv._core.config.validation import show
 from jaxkv._layers import token_positions
 from jaxkv._products import product
 from jaxkv.models.blocks.block import Block, OneOf, stack_blocks
+from jaxkv.models.blocks.block_tokens import BlockTokens
+from jaxkv.models.blocks.hyper import HyperBlock, HyperStreams
 from jaxkv.models.blocks.indexer import ChosenTokens
 from jaxkv.models.blocks.per_layer import PerLayerEmbed
 from jaxkv.models.blocks.shared_attention import KeptKeys
 from jaxkv.models.blocks.streams import Streams, StreamsBlock
-from jaxkv.models.config import DecoderConfig
+from jaxkv.models.config import DecoderConfig, HyperConfig, StreamsConfig
 from jaxkv.models.layers import norm_weight, rms_norm
 
 Scan = bool | Literal["stacked", "apart"]
+# Of each kind of several residual streams what makes and joins them, and a block.
+STREAMS: dict[type, tuple[Any, type[Block]]] = {
+    StreamsConfig: (Streams, StreamsBlock), HyperConfig: (HyperStreams, HyperBlock),
+}  # fmt: skip
 
 
 class Decoder(nnx.Module):
@@ -65,7 +71,7 @@ class Decoder(nnx.Module):
         table = (config.vocab_size, config.embed_dim)
         init = nnx.initializers.normal(config.embed_dim**-0.5)
         self.embed = nnx.Param(init(rngs.params(), table, dtype))
-        kind = StreamsBlock if config.streams else Block
+        streams, kind = STREAMS.get(type(config.streams), (None, Block))
         blocks = [kind(config, i, dtype, rngs) for i in range(config.num_layers)]
         # For each index in the period the layers of all periods, stacked; and the layers that are not stacked.
         self.num_stacked = self.num_scanned if stacked else 0
@@ -74,7 +80,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List(blocks[self.num_stacked :])
         self.norm = norm_weight(config, config.embed_dim, dtype)
         self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), table, dtype))
-        self.streams = Streams(config, config.streams, dtype, rngs) if config.streams else None
+        self.streams = streams(config, config.streams, dtype, rngs) if streams else None
         self.layer_embed = PerLayerEmbed(config, config.per_layer, dtype, rngs) if config.per_layer else None
 
     IS_CHECKED = True  # an engine need not trace it to see that it is a `jaxkv.Model`
@@ -137,14 +143,15 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(config.embed_scale, x.dtype)
             own = None if self.layer_embed is None else self.layer_embed(tokens, x)
             x = x if self.streams is None else self.streams.split(x)
+        ids = tokens if any(block.hash_experts for block in config.blocks) else None
         kept: Any = KeptKeys() if cache is None and any(x.shares_with is not None for x in config.layers) else cache
         kept = kept if config.index is None else ChosenTokens(kept, None)
         scanned = self.num_scanned if cache is None or cache.config.stacked else 0  # else layers run one by one
         if scanned:
-            x, kept = self._scan(x, positions, cache, step, deterministic)
+            x, kept = self._scan(x, positions, cache, step, deterministic, BlockTokens(ids))
         for i in range(scanned, config.num_layers):
             with jax.named_scope(f"layer_{i}"):
-                given = None if own is None else own[..., i, :]
+                given = BlockTokens(ids, None if own is None else own[..., i, :])
                 layers = range(config.first_layer(i), config.first_layer(i + 1))
                 x, kept = self._block(i)(x, positions, kept, layers, step, deterministic, given)
         with jax.named_scope("logits"):
@@ -174,7 +181,13 @@ class Decoder(nnx.Module):
         return jax.tree.map(lambda leaf: leaf[number], self.stacks[place])
 
     def _scan(
-        self, x: jax.Array, positions: jax.Array, cache: Cache | None, step: Step | None, deterministic: bool
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        cache: Cache | None,
+        step: Step | None,
+        deterministic: bool,
+        tokens: BlockTokens,
     ) -> tuple:
         """Computes all whole periods of layers. Block tables are constant during a step, and are not carried."""
         size, apart = self.config.period, list(self.layers)
@@ -190,12 +203,12 @@ class Decoder(nnx.Module):
                 with jax.named_scope(f"layer_{j}_of_{size}"):
                     layers: Any = range(firsts[j], firsts[j + 1])
                     if cache is None:
-                        x, _ = block(x, positions, None, layers, None)
+                        x, _ = block(x, positions, None, layers, None, tokens=tokens)
                         continue
                     repeats = cache.config.period  # of the cache's layers: it may be shorter than the model's
                     periods = number * (firsts[-1] // repeats)
                     layers = [(i % repeats, periods + i // repeats) for i in layers]
-                    x, after = block(x, positions, put(stored), layers, step, deterministic)
+                    x, after = block(x, positions, put(stored), layers, step, deterministic, tokens)
                     stored = after.pools, after.states, after.state_slots
             return (x, stored), None
 

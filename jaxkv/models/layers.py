@@ -26,10 +26,21 @@ class GatedMLP(nnx.Module):
 
     Weights are `[outputs, inputs]`, as in checkpoints. The activation "xielu" has two learned numbers. With a
     `sparsity`, of a token's gates those are 0 that lie below that quantile of a normal distribution of their mean and
-    deviation, and the others count from there (Spark Transformer: https://arxiv.org/abs/2506.06644).
+    deviation, and the others count from there (Spark Transformer: https://arxiv.org/abs/2506.06644). With a `limit`,
+    gates are clipped from above, and `up` on both sides.
     """
 
-    def __init__(self, config: DecoderConfig, mlp_dim: int, dtype: Any, rngs: nnx.Rngs, sparsity: float = 0.0):
+    limit: float | None = None  # no attribute of most: each costs a step, which flattens the module, a call
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        mlp_dim: int,
+        dtype: Any,
+        rngs: nnx.Rngs,
+        sparsity: float = 0.0,
+        limit: float | None = None,
+    ):
         def weight(num_outputs: int, num_inputs: int) -> nnx.Param:
             init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
             return nnx.Param(init(rngs.params(), (num_outputs, num_inputs), dtype))
@@ -45,6 +56,8 @@ class GatedMLP(nnx.Module):
         self.activation, self.scales = config.activation, config.mlp_scales
         learns = config.activation == "xielu"
         self.alpha_p, self.alpha_n = (nnx.Param(jnp.zeros((1,), dtype)) if learns else None for _ in range(2))
+        if limit is not None:
+            self.limit = limit
         self.deviations = statistics.NormalDist().inv_cdf(sparsity) if sparsity else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -55,6 +68,7 @@ class GatedMLP(nnx.Module):
         if self.deviations is not None:
             mean, deviation = gate.mean(axis=-1, keepdims=True), gate.std(axis=-1, keepdims=True)
             gate = jax.nn.relu(gate - (mean + deviation * jnp.asarray(self.deviations, gate.dtype)))
+        gate, up = clip_gated(gate, up, self.limit)
         y = project("...f,ef->...e", self._activate(gate) * up, self.down, self.down_bias)
         return scale(y, self.scales[1])
 
@@ -62,6 +76,11 @@ class GatedMLP(nnx.Module):
         if self.alpha_p is None or self.alpha_n is None:
             return ACTIVATIONS[self.activation](x)
         return xielu(x, self.alpha_p[...][0], self.alpha_n[...][0])
+
+
+def clip_gated(gate: jax.Array, up: jax.Array, limit: float | None) -> tuple[jax.Array, jax.Array]:
+    """Clips gates from above, and what they multiply on both sides; a limit of None leaves both as they are."""
+    return (gate, up) if limit is None else (jnp.minimum(gate, limit), jnp.clip(up, -limit, limit))
 
 
 def xielu(x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array) -> jax.Array:

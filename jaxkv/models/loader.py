@@ -92,20 +92,21 @@ def load(
         if not np.array_equal(np.asarray(tensors[head]), np.asarray(tensors[embed])):
             raise ValueError(f"{folder} ties its embeddings, but {head} differs from {embed}.")
         del tensors[head]
-    _check(folder, [slot for slots, _ in params.values() for slot in slots], tensors)
+    _check(folder, params.values(), tensors)
     own = wanted or tensors[embed].dtype
 
     mesh = None if mesh is None else automatic(mesh)
     device = next(iter(jax.device_put(np.zeros(0)).devices())) if mesh is None else mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
 
-    def array(path: tuple, slots: list[Slot], shape: tuple[int, ...]) -> jax.Array:
+    def array(path: tuple, slots: list[Slot], param: Any) -> jax.Array:
+        shape, dtype = param.shape, own if jnp.issubdtype(param.dtype, jnp.floating) else np.dtype(param.dtype)
         # The leading axes stack the slots; of the other axes a device's shard can be read alone.
         front = next(i for i in range(len(shape) + 1) if math.prod(shape[:i]) == len(slots))
 
         def read(index: Any) -> Any:
-            views = (_view(tensors, slot, own).reshape(shape[front:])[index[front:]] for slot in slots)
-            converted = [view.astype(own, copy=False) for view in views]
+            views = (_view(tensors, slot, dtype).reshape(shape[front:])[index[front:]] for slot in slots)
+            converted = [view.astype(dtype, copy=False) for view in views]
             x = converted[0] if len(converted) == 1 else np.stack(converted)  # no copy of what is alone
             if (
                 on_cpu and not x.flags.writeable
@@ -119,7 +120,7 @@ def load(
 
     # Flax's split and merge leave reference cycles that hold their inputs until Python's garbage collection: so they
     # are given the arrays' indices.
-    arrays = [array(path, slots, param.shape) for path, (slots, param) in params.items()]
+    arrays = [array(path, slots, param) for path, (slots, param) in params.items()]
     numbered = [(path, param.replace(i)) for i, (path, (_, param)) in enumerate(params.items())]
     return jax.tree.map(arrays.__getitem__, nnx.merge(graph, nnx.from_flat_state(numbered)))
 
@@ -147,9 +148,10 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
-    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        slots = slots_of(path, param.shape, config, model.num_stacked)
-        for slot, tensor in zip(slots, np.asarray(param[...]).reshape(len(slots), -1), strict=True):
+    for path, param in nnx.to_flat_state(nnx.state(model)):
+        slots, x = slots_of(path, param.shape, config, model.num_stacked), np.asarray(param[...])
+        x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(np.int64)  # as PyTorch indexes
+        for slot, tensor in zip(slots, x.reshape(len(slots), -1), strict=True):
             whole = tensors.setdefault(slot.name, np.empty(slot.shape, tensor.dtype))
             view = (
                 whole if slot.tensor_slice is None else whole.reshape(slot.tensor_slice.axes)[slot.tensor_slice.where]
@@ -214,16 +216,22 @@ def _float_dtype(dtype: Any) -> np.dtype:
     return found
 
 
-def _check(folder: pathlib.Path, slots: list[Slot], tensors: dict[str, Any]) -> None:
+def _check(folder: pathlib.Path, params: Iterable[tuple[list[Slot], Any]], tensors: dict[str, Any]) -> None:
     """Raises one error that names all wrong tensors, up to `MOST_WRONG`."""
-    wanted = {slot.name: slot.shape for slot in slots}
+    params = list(params)
+    wanted = {slot.name: slot.shape for slots, _ in params for slot in slots}
+    integers = {
+        slot.name for slots, param in params if jnp.issubdtype(param.dtype, jnp.integer) for slot in slots
+    }  # fmt: skip
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
     wrong += [f"{name} is unknown" for name in sorted(tensors.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & tensors.keys()):
         tensor = tensors[name]
         if tensor.shape != wanted[name]:
             wrong.append(f"{name} has shape {list(tensor.shape)}, not {list(wanted[name])}")
-        elif tensor.dtype not in FLOATS:
+        elif name in integers and not jnp.issubdtype(tensor.dtype, jnp.integer):
+            wrong.append(f"{name} has dtype {tensor.dtype}, not integers")
+        elif name not in integers and tensor.dtype not in FLOATS:
             wrong.append(f"{name} has dtype {tensor.dtype}, not float32, bfloat16 or float16")
     if wrong:
         more = f"; and {len(wrong) - MOST_WRONG} more" if len(wrong) > MOST_WRONG else ""

@@ -17,7 +17,7 @@ AXIS = HEADS
 # replicated.
 ATTENTION = {
     "query": -3, "query_bias": -2, "query_up": -3, "key": -3, "key_bias": -2, "value": -3, "value_bias": -2,
-    "key_up": -3, "value_up": -3, "out": -3, "sinks": -1, "gate": -3, "head_gate": -2,
+    "key_up": -3, "value_up": -3, "out": -3, "sinks": -1, "gate": -3, "head_gate": -2, "out_down": -3, "out_up": -1,
 }  # fmt: skip
 MIXER = {
     "query": -2, "key": -2, "value": -2, "query_conv": -2, "key_conv": -2, "value_conv": -2, "decay": -2,

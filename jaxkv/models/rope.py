@@ -171,6 +171,20 @@ class Rope:
         steps = jnp.floor_divide(positions + self.temperature_shift, length).astype(jnp.float32)
         return (q * (1 + self.temperature_beta * jnp.log1p(steps))[..., None, None]).astype(q.dtype)
 
+    @functools.partial(jax.jit, static_argnums=0)
+    def rotate_back(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Rotates heads `[..., H, D]`, as `__call__` returns them, by the opposite angles: their entries then lie as
+        they did before. The magnitude multiplies them once more."""
+        size = self.rotated_dim(x.shape[-1])
+        frequencies = jnp.expand_dims(self.frequencies(x.shape[-1]), tuple(range(positions.ndim + 1)))
+        angles = positions.astype(jnp.float32)[..., None, None] * frequencies
+        cos, sin = jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
+        left, right = jnp.split(x[..., :size].astype(jnp.float32), 2, axis=-1)
+        halves = left * cos + right * sin, right * cos - left * sin
+        y = jnp.stack(halves, axis=-1).reshape(*x.shape[:-1], size) if self.interleaved else side_by_side(*halves)
+        y = y.astype(x.dtype)
+        return y if size == x.shape[-1] else side_by_side(y, x[..., size:])
+
     def _rotate(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         # Rotates both halves of a head at once: one kernel, not one for each half and another to concatenate them.
         frequencies, size = self.frequencies(q.shape[-1]), self.rotated_dim(q.shape[-1])

@@ -1,7 +1,7 @@
 """The blocks of a decoder: attention or a mixer, then an MLP or experts."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,8 @@ from flax import nnx
 
 from jaxkv._core.attention.plan import Step
 from jaxkv._core.cache.cache import Cache
+from jaxkv.models.blocks.block_tokens import NOTHING, BlockTokens
+from jaxkv.models.blocks.compressed_attention import CompressedAttention
 from jaxkv.models.blocks.per_layer import PerLayerGate
 from jaxkv.models.blocks.shared_attention import SharedAttention
 from jaxkv.models.config import DecoderConfig
@@ -36,7 +38,7 @@ class Block(nnx.Module):
         self.mixer = None if own.mixer is None else make_mixer(config, own.mixer, dtype, rngs)
         self.mlp_norm = norm(before and own.mlp)
         experts = config.experts if config.experts is not None and config.expert_layers[layer] else None
-        self.experts = None if experts is None else Experts(config, experts, dtype, rngs)
+        self.experts = None if experts is None else Experts(config, experts, dtype, rngs, own.hash_experts)
         beside = experts is not None and experts.beside_mlp
         has_mlp, width = (experts is None or beside) and own.mlp, own.mlp_dim or config.mlp_dim
         self.mlp = GatedMLP(config, width, dtype, rngs, own.gate_sparsity) if has_mlp else None
@@ -58,18 +60,18 @@ class Block(nnx.Module):
         layers: Sequence[Any],
         step: Step | None,
         deterministic: bool = False,
-        own: jax.Array | None = None,
+        tokens: BlockTokens = NOTHING,
     ):
         """Computes the block.
 
         Args:
           layers: the layers of the cache that `parts` have.
-          own: the block's own embeddings, in models that have them.
+          tokens: what the block reads of the tokens themselves.
         """
         inputs = self.inputs(x, positions)
         with jax.named_scope("attention"):
             y, cache = self.attend(inputs, cache, layers, step, deterministic)
-        return self.output(x, y, own), cache
+        return self.output(x, y, tokens), cache
 
     def inputs(self, x: jax.Array, positions: jax.Array) -> tuple:
         """Computes the inputs of attention and of the mixer from the residual stream."""
@@ -87,35 +89,43 @@ class Block(nnx.Module):
             found.append(y)
         return tuple(found), cache
 
-    def output(self, x: jax.Array, outputs: tuple, own: jax.Array | None = None) -> jax.Array:
+    def output(self, x: jax.Array, outputs: tuple, tokens: BlockTokens = NOTHING) -> jax.Array:
         """Adds the outputs of attention and of the mixer to the residual stream, then the MLP's or the experts'."""
-        x = self.add_mlp(self.add_parts(x, outputs))
-        if self.per_layer is not None and own is not None:
+        x = self.add_mlp(self.add_parts(x, outputs), tokens)
+        if self.per_layer is not None and tokens.own is not None:
             with jax.named_scope("per_layer"):
-                x = x + self.per_layer(x, own)
+                x = x + self.per_layer(x, tokens.own)
         return x if self.scale is None else x * self.scale[...][0]
 
     def add_parts(self, x: jax.Array, outputs: tuple) -> jax.Array:
         """Adds the outputs of attention and of the mixer to x."""
-        with jax.named_scope("attention"):
-            for part, y in zip(self.parts, outputs, strict=True):
-                y = part.output(y)
-                y = scale(y, self.config.attention_scales[2]) if part is self.attention else y
-                x = self._add(x, self._norm(y, self.attention_post_norm))
+        for y in self.part_outputs(outputs):
+            x = self._add(x, y)
         return x
 
-    def add_mlp(self, x: jax.Array) -> jax.Array:
+    def part_outputs(self, outputs: tuple) -> Iterator[jax.Array]:
+        """Returns what attention and the mixer add to the residual stream."""
+        for part, y in zip(self.parts, outputs, strict=True):
+            with jax.named_scope("attention"):
+                y = part.output(y)
+                y = scale(y, self.config.attention_scales[2]) if part is self.attention else y
+                y = self._norm(y, self.attention_post_norm)
+            yield y
+
+    def add_mlp(self, x: jax.Array, tokens: BlockTokens = NOTHING) -> jax.Array:
         """Adds the output of the MLP or of the experts to x."""
-        if self.mlp is None and self.experts is None:
-            return x
+        return x if self.mlp is None and self.experts is None else self._add(x, self.mlp_output(x, tokens))
+
+    def mlp_output(self, x: jax.Array, tokens: BlockTokens = NOTHING) -> jax.Array:
+        """Returns what the MLP or the experts add to the residual stream."""
         with jax.named_scope("mlp"):
             y = self._norm(x, self.mlp_norm)
             if self.mlp is not None and self.experts is not None:
                 y = self._norm(self.mlp(y), self.mlp_own_norm)
-                y = y + self._norm(self.experts(x), self.experts_own_norm)
+                y = y + self._norm(self.experts(x, tokens.ids), self.experts_own_norm)
             else:
-                y = self.experts(y) if self.mlp is None else self.mlp(y)  # type: ignore[misc]
-            return self._add(x, self._norm(y, self.mlp_post_norm))
+                y = self.experts(y, tokens.ids) if self.mlp is None else self.mlp(y)  # type: ignore[misc]
+            return self._norm(y, self.mlp_post_norm)
 
     def _norm(self, x: jax.Array, weight: nnx.Param | None) -> jax.Array:
         """Computes a norm that some families leave out: without a weight, returns x."""
@@ -125,12 +135,16 @@ class Block(nnx.Module):
         return x + scale(y, self.config.residual_scale)
 
 
-def make_attention(config: DecoderConfig, i: int, dtype: Any, rngs: nnx.Rngs) -> Attention | LatentAttention:
+def make_attention(
+    config: DecoderConfig, i: int, dtype: Any, rngs: nnx.Rngs
+) -> Attention | LatentAttention | CompressedAttention:
     """Makes a block's attention."""
     rope, kept, own = config.ropes[i], config.layers[config.first_layer(i)], config.block(i)
     num_heads = config.count_heads(i)
     if config.latent is not None:
         return LatentAttention(config, config.latent, rope, dtype, rngs, kept.index_dim is not None)
+    if config.compressed is not None:
+        return CompressedAttention(config, config.compressed, kept, rope, dtype, rngs)
     by, activation = config.attention_gate_by, config.attention_gate_activation
     kind: Any = functools.partial(GatedAttention, by=by, activation=activation) if config.attention_gate else Attention
     if config.value_norm or kept.shares_with is not None or own.values_are_keys:
@@ -174,7 +188,7 @@ class OneOf:
     def attend(self, *args: Any) -> tuple:
         return self.blocks[0].attend(*args)
 
-    def output(self, *args: jax.Array) -> jax.Array:
+    def output(self, *args: Any) -> jax.Array:
         return jax.lax.switch(self.number, [block.output for block in self.blocks], *args)
 
 

@@ -5,6 +5,8 @@ from typing import Literal
 
 from jaxkv._core.config.validation import integer, real, show
 
+Shapes = dict[tuple[str, ...], tuple[int, ...] | None]  # by path as in a `Decoder`; None: there is no such parameter
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
@@ -39,6 +41,47 @@ class LatentConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CompressedConfig:
+    """The attention of DeepSeek V4: one row a token is the key and the value of all heads, in a layer of the cache that
+    is `LayerConfig.latent(head_dim, 0)`; groups of heads have an output projection of low rank each.
+
+    Fields:
+      rope_dim: the last entries of a head, which are rotated, and of its output, which are rotated back.
+      query_rank: rank of the compressed queries.
+      out_groups, out_rank: groups of heads, and the rank of each group's output.
+
+    >>> CompressedConfig(rope_dim=64, query_rank=1024, out_groups=8, out_rank=1024).out_dim
+    8192
+    """
+
+    rope_dim: int
+    query_rank: int
+    out_groups: int
+    out_rank: int
+
+    def __post_init__(self):
+        for name in ("rope_dim", "query_rank", "out_groups", "out_rank"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=1))
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim must be even, so that its entries can be paired, not {self.rope_dim}.")
+
+    @property
+    def out_dim(self) -> int:
+        """Entries of all groups' outputs."""
+        return self.out_groups * self.out_rank
+
+    def shapes(self, width: int, heads: int, head_dim: int) -> Shapes:
+        """Returns the shapes of the parameters of an attention in a residual stream of a width."""
+        return {
+            ("query_down",): (self.query_rank, width), ("query_norm",): (self.query_rank,),
+            ("query_up",): (heads, head_dim, self.query_rank),
+            ("key_down",): (head_dim, width), ("key_norm",): (head_dim,), ("sinks",): (heads,),
+            ("out_down",): (self.out_groups, self.out_rank, heads // self.out_groups * head_dim),
+            ("out_up",): (width, self.out_dim),
+        }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexConfig:
     """The indexers of layers that choose their tokens, beside latent attention (DeepSeek sparse attention).
 
@@ -70,7 +113,8 @@ class ExpertsConfig:
     Fields:
       count, per_token: number of experts, and of experts chosen for each token.
       mlp_dim: hidden width of one expert.
-      scores: from the logits: a softmax over all experts, or over the chosen ones, or a sigmoid of each.
+      scores: from the logits: a softmax over all experts, or over the chosen ones, or of each a sigmoid or the square
+        root of a softplus.
       normalise: divide the chosen experts' scores by their sum; then `scale` multiplies them.
       groups, groups_per_token: number of expert groups, and of the groups among which a token is routed. A group is
         rated by its best expert, or with a sigmoid by the sum of its best two.
@@ -87,7 +131,8 @@ class ExpertsConfig:
       latent_dim: width of what the experts read and write, between a projection before and one behind all of them; 0:
         the residual stream's.
       limit, alpha: with a limit, gates are clipped from above and `up` to `[-limit, limit]`, and the output is
-        `down((up + 1) * gate * sigmoid(alpha * gate))`.
+        `down((up + 1) * gate * sigmoid(alpha * gate))`. alpha None: it is as without a limit, and so is that of the
+        MLP of all tokens, clipped too.
 
     >>> ExpertsConfig(count=32, per_token=4, mlp_dim=2880).scores
     'softmax'
@@ -96,7 +141,7 @@ class ExpertsConfig:
     count: int
     per_token: int
     mlp_dim: int
-    scores: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "softmax_of_chosen", "sigmoid", "sqrtsoftplus"] = "softmax"
     normalise: bool = False
     scale: float = 1.0
     groups: int = 1
@@ -112,7 +157,7 @@ class ExpertsConfig:
     post_norm: bool = False
     latent_dim: int = 0
     limit: float | None = None
-    alpha: float = 1.702
+    alpha: float | None = 1.702
 
     def __post_init__(self):
         for name in ("count", "per_token", "mlp_dim", "groups", "groups_per_token"):
@@ -120,8 +165,7 @@ class ExpertsConfig:
         integer("shared_dim", self.shared_dim, least=0)
         integer("latent_dim", self.latent_dim, least=0)
         real("scale", self.scale, above=0)
-        real("alpha", self.alpha, above=0)
-        for name in ("limit", "logit_soft_cap"):
+        for name in ("limit", "alpha", "logit_soft_cap"):
             if getattr(self, name) is not None:
                 real(name, getattr(self, name), above=0)
         if self.choose_by not in ("scores", "logits"):
@@ -178,3 +222,59 @@ class StreamsConfig:
             object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
         if self.active >= self.count:
             raise ValueError(f"active must be one of the {self.count} streams, from 0, not {self.active}.")
+
+    def outer_shapes(self, width: int) -> Shapes:
+        """Returns the shapes of the parameters outside the blocks, in residual streams of a width."""
+        matrices = (self.count - 1, width, width)
+        return {("project",): matrices, ("merge",): matrices}
+
+    def block_shapes(self, width: int) -> Shapes:
+        """Returns the shapes of a block's parameters."""
+        count, rank, norm = self.count, self.rank, (width,)
+        return {
+            ("router",): (count, width), ("predict",): (count**2, count), ("correct",): (count, count),
+            ("left",): (rank, width), ("right",): (width, rank), ("router_norm",): norm, ("low_rank_norm",): norm,
+            ("active_scale",): norm if self.scales else None,
+        }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HyperConfig:
+    """Manifold-constrained hyper-connections (mHC, https://arxiv.org/abs/2512.24880): residual streams that attention
+    and the MLP each read a mixture of, write to, and mix among themselves, as in DeepSeek V4.
+
+    Fields:
+      count: number of residual streams.
+      iterations: of Sinkhorn and Knopp's, which make the matrix that mixes them doubly stochastic.
+      eps: added to what it divides by, and to what the streams are read by.
+
+    >>> HyperConfig(count=4).num_weights
+    24
+    """
+
+    count: int
+    iterations: int = 20
+    eps: float = 1e-6
+
+    def __post_init__(self):
+        for name, least in (("count", 2), ("iterations", 1)):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
+        real("eps", self.eps, least=0)
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of a token in one connection: to read, to write and to mix the streams."""
+        return self.count * (self.count + 2)
+
+    def outer_shapes(self, width: int) -> Shapes:
+        """Returns the shapes of the parameters outside the blocks, in residual streams of a width."""
+        return {("mix",): (self.count, self.count * width), ("base",): (self.count,), ("scale",): (1,)}
+
+    def block_shapes(self, width: int) -> Shapes:
+        """Returns the shapes of a block's parameters."""
+        own = {"mix": (self.num_weights, self.count * width), "base": (self.num_weights,), "scale": (3,)}
+        return {
+            (connection, name): shape
+            for connection in ("attention_connection", "mlp_connection")
+            for name, shape in own.items()
+        }

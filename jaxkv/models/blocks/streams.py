@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxkv.models.blocks.block import Block
+from jaxkv.models.blocks.block_tokens import NOTHING, BlockTokens
 from jaxkv.models.config import DecoderConfig, StreamsConfig
 from jaxkv.models.layers import norm_weight, rms_norm
 from jaxkv.nnx import project
@@ -42,7 +43,7 @@ class StreamsBlock(Block):
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, layer, dtype, rngs)
-        assert config.streams is not None
+        assert isinstance(config.streams, StreamsConfig)
         streams, embed_dim = config.streams, config.embed_dim
         count, self.streams = streams.count, streams
         self.router, self.router_norm = weight(rngs, dtype, count, embed_dim), norm_weight(config, embed_dim, dtype)
@@ -65,20 +66,20 @@ class StreamsBlock(Block):
         y, cache = super().attend(inputs[0], *args)
         return (y, inputs[1]), cache
 
-    def output(self, x: jax.Array, outputs: tuple, own: jax.Array | None = None) -> jax.Array:
+    def output(self, x: jax.Array, outputs: tuple, tokens: BlockTokens = NOTHING) -> jax.Array:
         outputs, predicted = outputs
         before = predicted[self.streams.active]
         y = self.add_parts(before, outputs) + self._low_rank(self._norm(before, self.attention_norm))
-        y = self.add_mlp(y * jnp.asarray(2**-0.5, y.dtype))
+        y = self.add_mlp(y * jnp.asarray(2**-0.5, y.dtype), tokens)
         with jax.named_scope("streams"):
             share = project("...n,mn->...m", self._route(y), self.correct) + 1
             x = predicted + jnp.moveaxis(share, -1, 0)[..., None] * (y - before)[None]
-        if self.per_layer is None or own is None:
+        if self.per_layer is None or tokens.own is None:
             return x
         with jax.named_scope("per_layer"):
             active = x[self.streams.active]
             scaled = active if self.active_scale is None else active * _expand_scale(self.active_scale, active)
-            return jnp.concatenate([x[:1], x[1:] + self.per_layer(scaled, own)[None]])
+            return jnp.concatenate([x[:1], x[1:] + self.per_layer(scaled, tokens.own)[None]])
 
     def _route(self, x: jax.Array) -> jax.Array:
         """Returns `[..., N]` of a stream `[..., E]`."""

@@ -2,14 +2,14 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jax.sharding import AbstractMesh
 
+from jaxkv.models.blocks.part_configs import Shapes
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.partition import AXIS, sharding_of
-
-Shapes = dict[tuple[str, ...], tuple[int, ...] | None]  # by path as in a `Decoder`; None: there is no such parameter
 
 
 @functools.cache
@@ -40,9 +40,9 @@ def outer_shapes(config: DecoderConfig) -> Shapes:
     """Returns the shapes of parameters outside the layers."""
     table, own = (config.vocab_size, config.embed_dim), config.per_layer
     shapes: Shapes = {("embed",): table, ("norm",): (config.embed_dim,)}
-    if streams := config.streams:
-        matrices = (streams.count - 1, config.embed_dim, config.embed_dim)
-        shapes |= {("streams", "project"): matrices, ("streams", "merge"): matrices}
+    if config.streams is not None:
+        outer = config.streams.outer_shapes(config.embed_dim)
+        shapes |= {("streams", *path): shape for path, shape in outer.items()}
     if own is not None:
         width = config.num_layers * own.dim
         shapes |= {("layer_embed", "embed"): (own.vocab_size, width), ("layer_embed", "norm"): (own.dim,)}
@@ -63,19 +63,11 @@ def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
     if own := config.per_layer:
         gate, out = (own.dim, config.embed_dim), (config.embed_dim, own.dim)
         shapes |= {("per_layer", "gate"): gate, ("per_layer", "out"): out, ("per_layer", "norm"): norm}
-    if streams := config.streams:
-        count, (width,), rank = streams.count, norm, streams.rank
-        shapes |= {("router",): (count, width), ("predict",): (count**2, count), ("correct",): (count, count)}
-        shapes |= {
-            ("left",): (rank, width),
-            ("right",): (width, rank),
-            ("router_norm",): norm,
-            ("low_rank_norm",): norm,
-        }
-        shapes |= {("active_scale",): norm if streams.scales else None}
+    if config.streams is not None:
+        shapes |= config.streams.block_shapes(config.embed_dim)
     shapes |= {("scale",): (1,) if config.layer_scale else None}
     if block.attention:
-        attention = _attention_shapes(config, layer) if config.latent is None else _latent_shapes(config, layer)
+        attention = _find_attention(config)(config, layer)
         shapes |= {("attention", *path): shape for path, shape in attention.items()}
     if block.mixer is not None:
         shapes |= {("mixer", name): shape for name, shape in block.mixer.shapes(config.embed_dim).items()}
@@ -88,7 +80,18 @@ def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
     if not has_experts:
         return shapes
     shapes |= {("mlp_own_norm",): norm, ("experts_own_norm",): norm} if beside else {}
-    return shapes | {("experts", *path): shape for path, shape in _expert_shapes(config).items()}
+    return shapes | {("experts", *path): shape for path, shape in _expert_shapes(config, layer).items()}
+
+
+def _find_attention(config: DecoderConfig) -> Callable[[DecoderConfig, int], Shapes]:
+    if config.compressed is not None:
+        return _compressed_shapes
+    return _attention_shapes if config.latent is None else _latent_shapes
+
+
+def _compressed_shapes(config: DecoderConfig, layer: int) -> Shapes:
+    assert config.compressed is not None
+    return config.compressed.shapes(config.embed_dim, config.num_heads, config.layers[layer].head_dim)
 
 
 def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
@@ -165,8 +168,9 @@ def _mlp_shapes(config: DecoderConfig, mlp_dim: int) -> Shapes:
     }
 
 
-def _expert_shapes(config: DecoderConfig) -> Shapes:
+def _expert_shapes(config: DecoderConfig, layer: int) -> Shapes:
     assert config.experts is not None
+    hashes, table = config.block(layer).hash_experts, (config.vocab_size, config.experts.per_token)
     experts, width = config.experts, config.embed_dim
     count, mlp_dim, bias, gated = experts.count, experts.mlp_dim, experts.bias, config.gated_mlp
     inner, latent_dim = experts.latent_dim or width, experts.latent_dim
@@ -174,7 +178,8 @@ def _expert_shapes(config: DecoderConfig) -> Shapes:
     return {
         ("router",): (width, count),
         ("router_bias",): (count,) if bias else None,
-        ("choice_bias",): (count,) if experts.choice_bias else None,
+        ("choice_bias",): (count,) if experts.choice_bias and not hashes else None,
+        ("expert_ids",): table if hashes else None,
         ("shared_gate",): (1, width) if experts.shared_gate else None,
         ("norm",): (width,) if experts.beside_mlp else None,
         ("router_norm",): (width,) if experts.beside_mlp else None,

@@ -205,6 +205,7 @@ class BlockConfig:
         mixer.
       gate_sparsity: share of the MLP's gates that are 0, were they distributed normally.
       values_are_keys: values are keys before their norm and rotation; there is no projection of values.
+      hash_experts: experts are chosen by a table of token ids, and only weighted by their scores.
 
     >>> BlockConfig(mixer=DeltaConfig(key_heads=1, value_heads=1, key_dim=2, value_dim=2, width=2)).attention
     False
@@ -219,6 +220,7 @@ class BlockConfig:
     post_norms: bool | None = None
     gate_sparsity: float = 0.0
     values_are_keys: bool = False
+    hash_experts: bool = False
 
     def __post_init__(self):
         if self.attention is None:

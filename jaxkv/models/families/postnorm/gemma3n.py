@@ -92,7 +92,7 @@ def _read_streams(fields: Fields) -> StreamsConfig:
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
-    assert config.streams is not None
+    assert isinstance(config.streams, StreamsConfig)
     return gemma_shared.render_common(config) | {
         "intermediate_size": [block.mlp_dim or config.mlp_dim for block in config.blocks],
         "activation_sparsity_pattern": [block.gate_sparsity for block in config.blocks],
