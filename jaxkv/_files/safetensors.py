@@ -32,6 +32,7 @@ DTYPES = {
     "F64": np.float64,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }
 MAX_HEADER = 100_000_000  # bytes; the reference implementation's own limit
 MAX_SIZE, MAX_RANK = 2**62, 16

@@ -1,4 +1,4 @@
-"""Dequantizes the weight formats of checkpoints: MXFP4 and block-scaled float8.
+"""Dequantizes the weight formats of checkpoints: MXFP4, block-scaled float8, and both in one (DeepSeek V4).
 
 Each quantized weight is dequantized when it is read, so that a large model is never in memory twice.
 """
@@ -46,7 +46,7 @@ def dequantize(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], whe
       where: name of the config in errors.
     """
     kept = {name: tensor for name, tensor in tensors.items() if not BUFFERS.fullmatch(name)}
-    return _fp8(_mxfp4(kept), config, where)
+    return _fp8(_fp4(_mxfp4(kept)), config, where)
 
 
 def _mxfp4(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -59,11 +59,39 @@ def _mxfp4(tensors: dict[str, Any]) -> dict[str, Any]:
         *outer, rows, groups, size = blocks.shape
 
         def read(blocks: np.ndarray = blocks, scales: np.ndarray = scales) -> np.ndarray:
-            numbers = np.stack([FP4[blocks & 15], FP4[blocks >> 4]], axis=-1).reshape(*blocks.shape[:-1], -1)
+            numbers = read_fp4(blocks)
             numbers = np.ldexp(numbers, scales[..., None].astype(np.int32) - 127)
             return np.swapaxes(numbers.reshape(*blocks.shape[:-2], -1), -1, -2)
 
         tensors[name] = Quantised((*outer, groups * size * 2, rows), read)
+    return tensors
+
+
+def read_fp4(codes: np.ndarray) -> np.ndarray:
+    """Returns the numbers `f32[..., 2 n]` of bytes `u8[..., n]`, the lower four bits of each first."""
+    return np.stack([FP4[codes & 15], FP4[codes >> 4]], axis=-1).reshape(*codes.shape[:-1], -1)
+
+
+def _fp4(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Dequantizes matrices of 4-bit floats, two to a byte, with a scale for each of the blocks of a row, beside those
+    of 8 bits (the experts of DeepSeek V4)."""
+    for name in [name.removesuffix("_scale_inv") for name in tensors if name.endswith("_scale_inv")]:
+        weight, scales = tensors.get(name), tensors[f"{name}_scale_inv"]
+        if weight is None or weight.dtype != np.int8 or weight.ndim != 2 or scales.ndim != 2:
+            continue
+        rows, columns = weight.shape[0], 2 * weight.shape[1]
+        if scales.shape[0] != rows or columns % max(scales.shape[1], 1):
+            raise ValueError(
+                f"{name}_scale_inv has shape {list(scales.shape)}, not one scale for each of {rows} rows' blocks of "
+                f"{columns} numbers of four bits."
+            )
+        del tensors[f"{name}_scale_inv"]
+
+        def read(weight: np.ndarray = weight, scales: np.ndarray = scales) -> np.ndarray:
+            numbers = read_fp4(weight.view(np.uint8)).reshape(*scales.shape, -1)
+            return (numbers * scales.astype(np.float32)[..., None]).reshape(weight.shape[0], -1)
+
+        tensors[name] = Quantised((rows, columns), read)
     return tensors
 
 
