@@ -312,6 +312,8 @@ def make(name: str, config: transformers.PreTrainedConfig) -> None:
         )
         center = 1.0 if is_norm and not around_zero else 0.0
         torch.nn.init.normal_(parameter, mean=center, std=spread)
+    for table in [x for key, x in model.named_buffers() if key.endswith("tid2eid")]:  # different experts of each token
+        table.copy_(torch.rand(VOCAB, config.n_routed_experts).argsort(dim=-1)[:, : config.num_experts_per_tok])
     folder = HERE / name
     model.save_pretrained(folder, max_shard_size="30KB" if name == SHARDED else "1GB")
     (folder / "generation_config.json").unlink(missing_ok=True)

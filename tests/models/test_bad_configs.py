@@ -93,6 +93,13 @@ OWN |= {
                "num_attention_heads_per_layer": [4, 2, 4, 2], "gating": "per-head", "moe_routed_scaling_factor": 2.5,
                "moe_router_logit_softcapping": 8.0, "attention_bias": False},
     "apertus": {"attention_bias": False, "hidden_act": "xielu"},
+    "deepseek_v4": {"num_key_value_heads": 1, "intermediate_size": 16, "moe_intermediate_size": 16, "q_lora_rank": 32,
+                    "o_groups": 2, "o_lora_rank": 16, "n_routed_experts": 8,
+                    "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "swiglu_limit": 7.0,
+                    "scoring_func": "sigmoid", "sliding_window": 16, "num_hash_layers": 2,
+                    "layer_types": ["sliding_attention"] * 4,
+                    "compress_rope_theta": 1e4, "compress_rates": {"heavily_compressed_attention": 8}, "hc_mult": 4,
+                    "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "mlp_bias": False, "index_topk": 8},
 }  # fmt: skip
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64}  # fmt: skip
@@ -124,6 +131,8 @@ RIGHT = {
     "router_scaling_factor": [1.5, 10**9], "attention_value_scale": [None, 1.5, 10**9], "gating": [True],
     "num_attention_heads_per_layer": [None], "moe_routed_scaling_factor": [1.5, 10**9],
     "moe_router_logit_softcapping": [0, 1.5, 10**9],
+    "num_hash_layers": [0, 10**9], "compress_rope_theta": [1.5, 10**9], "compress_rates": [None, {}],
+    "hc_eps": [0, 1.5, 10**9],
     "swiglu_alpha": [1.5, 10**9], "mlp_only_layers": [None, [], [1]], "decoder_sparse_step": [10**9],
 }  # fmt: skip
 
@@ -184,6 +193,15 @@ def test_a_field_of_the_wrong_kind_is_refused_by_name(family):
         ("apertus", {"post_norm": True}, "post_norm = True"),
         ("laguna", {"num_attention_heads_per_layer": [4, 3, 4, 2]}, "3 query heads cannot be shared among 2 KV heads"),
         ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input = True"),
+        ("deepseek_v4", {"layer_types": None}, "layers that compress tokens are not computed yet"),
+        ("deepseek_v4", {"layer_types": None, "compress_ratios": [0, 0, 4, 128]}, "that compress tokens are not"),
+        ("deepseek_v4", {"layer_types": None, "compress_ratios": [0, 0, 0]}, "0, 4 or 128 for each of the 4 layers"),
+        ("deepseek_v4", {"layer_types": None, "compress_ratios": [0, 0, 0, 8]}, "0, 4 or 128 for each of the 4 layers"),
+        ("deepseek_v4", {"mlp_layer_types": ["moe", "dense", "moe", "moe"]}, "mlp_layer_types = "),
+        ("deepseek_v4", {"partial_rotary_factor": 0.25, "qk_rope_head_dim": 8}, "qk_rope_head_dim = 8"),
+        ("deepseek_v4", {"o_groups": 3}, "a number that divides num_attention_heads, 4"),
+        ("deepseek_v4", {"scoring_func": "softplus"}, "sqrtsoftplus and softmax and sigmoid"),
+        ("deepseek_v4", {"rope_parameters": {"main": {}, "compress": {}}}, "partial_rotary_factor = 1.0"),
     ],
 )
 def test_what_is_not_computed_is_refused(family, change, sentence):

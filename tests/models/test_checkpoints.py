@@ -134,8 +134,10 @@ def test_save_and_load(name, tmp_path):
 
 # Families whose published names are not those of transformers' modules, or whose files have more than parameters.
 @pytest.mark.parametrize(
-    "name", ["apertus", "axk1", "ernie4_5_moe", "exaone_moe", "hy_v3", "kolibri1", "laguna", "lfm3", "mimo_v2_flash"]
-)
+    "name",
+    ["apertus", "axk1", "deepseek_v4", "ernie4_5_moe", "exaone_moe", "hy_v3", "kolibri1", "laguna", "lfm3",
+     "mimo_v2_flash"],
+)  # fmt: skip
 def test_what_is_saved_has_the_names_of_what_was_published(name, tmp_path):
     models.save(load(name), tmp_path)
     saved, published = (safetensors.read(folder / "model.safetensors") for folder in (tmp_path, fixtures.DATA / name))

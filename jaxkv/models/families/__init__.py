@@ -34,7 +34,15 @@ from jaxkv.models.families.hybrid import (
     qwen3_5,
     qwen3_next,
 )
-from jaxkv.models.families.latent import axk1, deepseek, deepseek_sparse, glm4_moe_lite, mistral4, youtu
+from jaxkv.models.families.latent import (
+    axk1,
+    deepseek,
+    deepseek_sparse,
+    deepseek_v4,
+    glm4_moe_lite,
+    mistral4,
+    youtu,
+)
 from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, gemma3n, gemma4, glm4, olmo2, olmo3
 from jaxkv.models.families.prenorm import (
     apertus,
@@ -125,5 +133,6 @@ FAMILIES: dict[str, Family] = {
     "lfm3": lfm3.FAMILY,
     "bamba": bamba.FAMILY,
     "apertus": apertus.FAMILY,
+    "deepseek_v4": deepseek_v4.FAMILY,
 }
 FAMILIES |= make_wrappers(FAMILIES)

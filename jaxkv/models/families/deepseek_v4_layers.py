@@ -1,0 +1,94 @@
+"""What DeepSeek V4's config.json says of attention: sizes, kinds of layers, and their rotary embeddings."""
+
+from typing import Any
+
+from jaxkv.models.config import CompressedConfig, DecoderConfig
+from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, SLIDING, Fields
+from jaxkv.models.rope import Rope
+from jaxkv.models.rope_fields import parse_ropes, render_rope
+
+SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+KINDS = {0: SLIDING, 4: SPARSE, 128: HEAVY}  # by what published configs call their compress_ratios
+RATES = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
+MAIN, COMPRESS, PARTIAL = "main", "compress", "partial_rotary_factor"
+
+
+def read_attention(fields: Fields, head_dim: int) -> CompressedConfig:
+    """Reads the sizes of attention. The entries that rotate are written as a number, or as a share of a head."""
+    size, share = fields.size("qk_rope_head_dim", None, most=head_dim), fields.number(PARTIAL, None, above=0)
+    found = int(head_dim * (64 / 512 if share is None else share)) if size is None or share is not None else size
+    if size not in (None, found) or found % 2 or not 0 < found <= head_dim:
+        given = fields.refuse(PARTIAL, share, f"a share of head_dim, {head_dim}, that is even")
+        raise given if size is None else fields.refuse("qk_rope_head_dim", size, "an even number, as a share the same")
+    return CompressedConfig(
+        rope_dim=found,
+        query_rank=fields.size("q_lora_rank", 1024, most=MOST_DIM),
+        out_groups=fields.size("o_groups", 8, most=MOST_HEADS),
+        out_rank=fields.size("o_lora_rank", 1024, most=MOST_DIM),
+    )
+
+
+def read_ropes(fields: Fields, max_seq_len: int, head_dim: int, rope_dim: int) -> dict[str, Rope]:
+    """Reads the rotary embeddings of layers with a window alone, and of those that compress tokens: both together, or
+    the scaling of the latter beside both bases."""
+    theta, other = (fields.number(name, x, least=1) for name, x in (("rope_theta", 1e4), ("compress_rope_theta", 16e4)))
+    name = "rope_parameters" if fields.left.get("rope_parameters") is not None else "rope_scaling"
+    written = fields.take(name, None)
+    given = fields.nest({} if written is None else written, name)
+    if MAIN in given.left and COMPRESS in given.left:
+        both = {label: dict(fields.nest(given.left[label], f"{label} of {name}").left) for label in (MAIN, COMPRESS)}
+    else:
+        both = {MAIN: {}, COMPRESS: given.left | {"rope_theta": other, PARTIAL: rope_dim / head_dim}}
+        if "yarn" in (both[COMPRESS].get("rope_type"), both[COMPRESS].get("type")):
+            both[COMPRESS].setdefault("attention_factor", 1.0)
+        both[MAIN] = {"rope_theta": theta, PARTIAL: rope_dim / head_dim}
+    ropes = {}
+    for label, parameters in both.items():
+        if (share := parameters.pop(PARTIAL, 1.0)) not in (rope_dim / head_dim,):
+            raise given.refuse(PARTIAL, share, f"{rope_dim / head_dim}, the share of a head's entries that rotate")
+        own = fields.nest({name: parameters}, label)
+        ropes[label] = parse_ropes(own, max_seq_len, theta=theta, interleaved=True)[FULL]
+    return ropes
+
+
+def read_layers(fields: Fields, num_layers: int) -> list[str]:
+    """Reads the layers' kinds: by name, or in published files by a number, behind which stand those of other layers."""
+    rates, ratios = fields.take("compress_rates", None), fields.take("compress_ratios", None)
+    given = fields.nest({} if rates is None else rates, "compress_rates")
+    for kind, (old_name, rate) in RATES.items():
+        given.size(kind, fields.size(old_name, rate))
+    given.finish()
+    for name, size in (("index_n_heads", 64), ("index_head_dim", 128), ("index_topk", 512)):
+        fields.size(name, size, most=MOST_DIM)
+    default = ([HEAVY] * 2 + [HEAVY, SPARSE] * num_layers)[:num_layers]
+    if ratios is not None:
+        own = ratios[:num_layers] if isinstance(ratios, list) else []
+        if len(own) < num_layers or not all(type(x) is int and x in KINDS for x in own):
+            raise fields.refuse("compress_ratios", ratios, f"0, 4 or 128 for each of the {num_layers} layers")
+        default = [KINDS[x] for x in own]
+    kinds = read_kinds(fields, "layer_types", default, (SLIDING, SPARSE, HEAVY))
+    if {*kinds} != {SLIDING}:
+        raise fields.refuse("layer_types", kinds, f"{SLIDING} alone: layers that compress tokens are not computed yet")
+    return kinds
+
+
+def read_kinds(fields: Fields, name: str, default: list[str], known: tuple[str, ...]) -> list[str]:
+    found = fields.take(name, None)
+    found = default if found is None else found
+    if not isinstance(found, list) or len(found) != len(default) or not all(kind in known for kind in found):
+        raise fields.refuse(name, found, f"one of {', '.join(known)} for each of the {len(default)} layers")
+    return found
+
+
+def render_layers(config: DecoderConfig) -> dict[str, Any]:
+    """Writes what `read_attention`, `read_ropes` and `read_layers` read."""
+    own = config.compressed
+    assert own is not None
+    kinds, share = [SLIDING] * config.num_layers, {PARTIAL: own.rope_dim / config.head_dim}
+    ropes = {MAIN: Rope(interleaved=True), COMPRESS: Rope(theta=16e4, interleaved=True)}
+    ropes |= {MAIN if kind == SLIDING else COMPRESS: rope for kind, rope in zip(kinds, config.ropes, strict=True)}
+    return share | {
+        "q_lora_rank": own.query_rank, "o_groups": own.out_groups, "o_lora_rank": own.out_rank,
+        "sliding_window": config.windows[0], "layer_types": kinds,
+        "rope_parameters": {label: render_rope(rope) | share for label, rope in ropes.items()},
+    }  # fmt: skip
