@@ -45,7 +45,8 @@ def load(
     """Loads the model in a Hugging Face folder: config.json, and model.safetensors or several files with their index;
     or in a GGUF file.
 
-    Weights in MXFP4 (GPT-OSS), block-scaled float8 (DeepSeek V3) and GGUF's formats are dequantized as they are read.
+    Weights in MXFP4 (GPT-OSS), block-scaled float8 (DeepSeek V3), both (DeepSeek V4) and GGUF's formats are dequantized
+    as they are read.
 
     Args:
       folder: a folder; a GGUF file of llama, qwen2, qwen3, gemma2 or gemma3, read by the extra `gguf`, any part of a

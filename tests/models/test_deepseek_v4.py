@@ -192,6 +192,17 @@ def test_layers_in_a_scan(scan, tmp_path):
         np.testing.assert_allclose(logits, wanted[:, half : half + 10], rtol=1e-4, atol=1e-4)
 
 
+def test_over_two_devices():
+    """Heads in their groups, experts by their widths; the table is on each."""
+    model = models.load(FOLDER, mesh=jax.make_mesh((2,), ("model",), devices=jax.devices()[:2]))
+    layer = model.layers[0]
+    attention, experts = layer.attention, layer.experts
+    divided = ((attention.query_up, 0), (attention.out_down, 0), (attention.out_up, 1), (experts.up, 2))
+    assert all(x[...].sharding.spec[axis] == "model" for x, axis in divided)
+    assert layer.experts.expert_ids[...].sharding.is_fully_replicated
+    np.testing.assert_allclose(dense(model, TOKENS), dense(load(), TOKENS), rtol=1e-4, atol=1e-4)
+
+
 def test_a_cache_holds_a_token_once():
     layers = load().layer_configs
     assert layers == (LayerConfig.latent(16, 0, window=8),) * 3

@@ -83,6 +83,8 @@ def _head(report: Report) -> str:
     kept += f", {readers} layers reading those of others" if readers else ""
     if config.latent is not None:
         kept = f"latent rows of {config.latent.rank} + {config.latent.rope_dim}"
+    if config.compressed is not None:
+        kept = f"rows of {config.head_dim} that are keys and values"
     if config.index is not None:
         own = sum(layer.index_dim is not None for layer in config.layers)
         kept += (
