@@ -21,7 +21,9 @@ from jaxkv.models import Decoder
 from jaxkv.models.blocks.hyper import make_doubly_stochastic
 from jaxkv.models.blocks.part_configs import CompressedConfig, HyperConfig
 from jaxkv.models.checkpoint_formats import dequantize
+from jaxkv.models.config_fields import Fields
 from jaxkv.models.experts import TokenTable
+from jaxkv.models.families.deepseek_v4_layers import read_ropes
 from jaxkv.models.mixers.block_config import BlockConfig
 from jaxkv.models.rope import Rope
 
@@ -75,6 +77,23 @@ def name_as_modules(tensors):
         found[f"{stem}.gate_up_proj"] = np.concatenate([both["gate"], both["up"]], axis=1)
         found[f"{stem}.down_proj"] = both["down"]
     return found
+
+
+def test_rotary_embeddings():
+    """As published, beside the bases; and both together, with all that they have."""
+    yarn = {"factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
+    flat = {"rope_theta": 10000, "compress_rope_theta": 160000, "rope_scaling": yarn | {"type": "yarn"}}
+    share = {"partial_rotary_factor": 0.125}
+    scaled = share | yarn | {"rope_theta": 160000.0, "rope_type": "yarn", "attention_factor": 1.0}
+    nested = {"main": share | {"rope_theta": 10000.0, "rope_type": "default"}, "compress": scaled}
+    found = read_ropes(Fields(flat, "config.json"), 1 << 20, 512, 64)
+    assert found == read_ropes(Fields({"rope_parameters": nested}, "config.json"), 1 << 20, 512, 64)
+    assert found["main"] == Rope(theta=10000.0, interleaved=True)
+    compress = found["compress"]
+    assert (compress.scaling, compress.theta, compress.factor, compress.magnitude) == ("yarn", 160000.0, 16.0, 1.0)
+    with pytest.raises(ValueError, match=r"main of rope_parameters in config.json has partial_rotary_factor = 0.25"):
+        nested["main"]["partial_rotary_factor"] = 0.25
+        read_ropes(Fields({"rope_parameters": nested}, "config.json"), 1 << 20, 512, 64)
 
 
 def assert_same(model, other):

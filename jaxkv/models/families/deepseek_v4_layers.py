@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxkv.models.config import CompressedConfig, DecoderConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, SLIDING, Fields
+from jaxkv.models.families.family import read_layer_kinds
 from jaxkv.models.rope import Rope
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
@@ -36,17 +37,18 @@ def read_ropes(fields: Fields, max_seq_len: int, head_dim: int, rope_dim: int) -
     written = fields.take(name, None)
     given = fields.nest({} if written is None else written, name)
     if MAIN in given.left and COMPRESS in given.left:
-        both = {label: dict(fields.nest(given.left[label], f"{label} of {name}").left) for label in (MAIN, COMPRESS)}
+        both = {label: fields.nest(given.left[label], f"{label} of {name}") for label in (MAIN, COMPRESS)}
     else:
-        both = {MAIN: {}, COMPRESS: given.left | {"rope_theta": other, PARTIAL: rope_dim / head_dim}}
-        if "yarn" in (both[COMPRESS].get("rope_type"), both[COMPRESS].get("type")):
-            both[COMPRESS].setdefault("attention_factor", 1.0)
-        both[MAIN] = {"rope_theta": theta, PARTIAL: rope_dim / head_dim}
+        share = {PARTIAL: rope_dim / head_dim}
+        scaled = given.left | share | {"rope_theta": other}
+        if "yarn" in (scaled.get("rope_type"), scaled.get("type")):  # as published: angles are scaled, and no more
+            scaled.setdefault("attention_factor", 1.0)
+        both = {MAIN: fields.nest(share, name), COMPRESS: fields.nest(scaled, name)}
     ropes = {}
     for label, parameters in both.items():
-        if (share := parameters.pop(PARTIAL, 1.0)) not in (rope_dim / head_dim,):
-            raise given.refuse(PARTIAL, share, f"{rope_dim / head_dim}, the share of a head's entries that rotate")
-        own = fields.nest({name: parameters}, label)
+        if int(head_dim * (share := parameters.number(PARTIAL, 1.0, above=0))) != rope_dim:
+            raise parameters.refuse(PARTIAL, share, f"{rope_dim / head_dim}, the share of a head's entries that rotate")
+        own = fields.nest({name: parameters.left}, label)
         ropes[label] = parse_ropes(own, max_seq_len, theta=theta, interleaved=True)[FULL]
     return ropes
 
@@ -66,18 +68,10 @@ def read_layers(fields: Fields, num_layers: int) -> list[str]:
         if len(own) < num_layers or not all(type(x) is int and x in KINDS for x in own):
             raise fields.refuse("compress_ratios", ratios, f"0, 4 or 128 for each of the {num_layers} layers")
         default = [KINDS[x] for x in own]
-    kinds = read_kinds(fields, "layer_types", default, (SLIDING, SPARSE, HEAVY))
+    kinds = read_layer_kinds(fields, "layer_types", default, (SLIDING, SPARSE, HEAVY))
     if {*kinds} != {SLIDING}:
         raise fields.refuse("layer_types", kinds, f"{SLIDING} alone: layers that compress tokens are not computed yet")
     return kinds
-
-
-def read_kinds(fields: Fields, name: str, default: list[str], known: tuple[str, ...]) -> list[str]:
-    found = fields.take(name, None)
-    found = default if found is None else found
-    if not isinstance(found, list) or len(found) != len(default) or not all(kind in known for kind in found):
-        raise fields.refuse(name, found, f"one of {', '.join(known)} for each of the {len(default)} layers")
-    return found
 
 
 def render_layers(config: DecoderConfig) -> dict[str, Any]:

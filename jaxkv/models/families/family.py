@@ -187,6 +187,16 @@ def make_part(kind: Any, what: str, fields: Fields, **values: Any) -> Any:
         raise ValueError(f"The {what} of {fields.where}: {error}") from error
 
 
+def read_layer_kinds(fields: Fields, name: str, default: list[str], known: tuple[str, ...]) -> list[str]:
+    """Reads a list of kinds, one of the known ones for each layer; as many as `default` has."""
+    found = fields.take(name, None)
+    if found is None:
+        return default
+    if not isinstance(found, list) or len(found) != len(default) or not all(kind in known for kind in found):
+        raise fields.refuse(name, found, f"one of {', '.join(known)} for each of the {len(default)} layers")
+    return found
+
+
 def read_windows(fields: Fields, default: list[str], window: int | None) -> tuple[int | None, ...]:
     """Reads `layer_types`, or `default`, as each layer's sliding window; None: full attention."""
     types, num_layers = fields.take("layer_types", None), len(default)

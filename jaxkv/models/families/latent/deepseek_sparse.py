@@ -9,7 +9,7 @@ from typing import Any
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv.models.config import DecoderConfig, IndexConfig
 from jaxkv.models.config_fields import MOST_DIM, MOST_HEADS, MOST_LAYERS, Fields
-from jaxkv.models.families.family import Family
+from jaxkv.models.families.family import Family, read_layer_kinds
 from jaxkv.models.families.latent import deepseek
 
 DEEPSEEK, GLM = "deepseek_v32", "glm_moe_dsa"
@@ -36,10 +36,10 @@ def parse(fields: Fields) -> DecoderConfig:
     fields.must_be("indexer_rope_interleave", is_glm)
     fields.must_be("rope_interleave", True)
     fields.must_be("mlp_bias", False)
-    _read_kinds(fields, "layer_types", [INDEXED] * num_layers, (INDEXED,))
+    read_layer_kinds(fields, "layer_types", [INDEXED] * num_layers, (INDEXED,))
     indexers = _read_indexers(fields, num_layers) if is_glm else [FULL] * num_layers
     dense = min(fields.size("first_k_dense_replace", 3, least=0), num_layers)
-    kinds = _read_kinds(
+    kinds = read_layer_kinds(
         fields, "mlp_layer_types", [DENSE] * dense + [SPARSE] * (num_layers - dense), (DENSE, SPARSE)
     )  # fmt: skip
     dense = next((i for i, kind in enumerate(kinds) if kind == SPARSE), num_layers)
@@ -69,20 +69,11 @@ def _read_indexers(fields: Fields, num_layers: int) -> list[str]:
     if isinstance(pattern, str):
         pattern = [LETTERS.get(letter, letter) for letter in pattern]
     default = regular if pattern is None else pattern
-    found = _read_kinds(fields, "indexer_types", default, (FULL, SHARED))
+    found = read_layer_kinds(fields, "indexer_types", default, (FULL, SHARED))
     if not isinstance(found, list) or len(found) != num_layers or not {*found} <= {FULL, SHARED}:
         raise fields.refuse("index_topk_pattern", pattern, f"F and S, one for each of the {num_layers} layers")
     if found[0] == SHARED:
         raise fields.refuse("indexer_types", found, "a first layer that chooses for itself")
-    return found
-
-
-def _read_kinds(fields: Fields, name: str, default: list[str], known: tuple[str, ...]) -> list[str]:
-    found = fields.take(name, None)
-    if found is None:
-        return default
-    if not isinstance(found, list) or len(found) != len(default) or not all(kind in known for kind in found):
-        raise fields.refuse(name, found, f"one of {', '.join(known)} for each of the {len(default)} layers")
     return found
 
 

@@ -13,13 +13,20 @@ from jaxkv.models.families.deepseek_v4_layers import (
     COMPRESS,
     MAIN,
     read_attention,
-    read_kinds,
     read_layers,
     read_ropes,
     render_layers,
 )
 from jaxkv.models.families.deepseek_v4_tensors import TENSORS, name_tensor, split_experts
-from jaxkv.models.families.family import Family, make_experts, make_part, read_common, read_num_layers, render_common
+from jaxkv.models.families.family import (
+    Family,
+    make_experts,
+    make_part,
+    read_common,
+    read_layer_kinds,
+    read_num_layers,
+    render_common,
+)
 from jaxkv.models.mixers.block_config import BlockConfig
 
 HASH, ROUTED = "hash_moe", "moe"
@@ -59,7 +66,7 @@ def parse(fields: Fields) -> DecoderConfig:
 def _read_routing(fields: Fields, num_layers: int) -> list[str]:
     hashing = fields.size("num_hash_layers", 3, least=0)
     default = [HASH if i < hashing else ROUTED for i in range(num_layers)]
-    return read_kinds(fields, "mlp_layer_types", default, (HASH, ROUTED))
+    return read_layer_kinds(fields, "mlp_layer_types", default, (HASH, ROUTED))
 
 
 def _read_experts(fields: Fields, width: int) -> ExpertsConfig:
