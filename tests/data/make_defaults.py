@@ -28,7 +28,7 @@ def describe(kind):
         model = transformers.AutoModelForCausalLM.from_config(config)
     fields = {name: x for name, x in json.loads(config.to_json_string(use_diff=False)).items() if x is not None}
     count = sum(x.numel() for x in dict(model.named_parameters()).values())
-    buffers = sum(x.numel() for name, x in model.named_buffers() if name.endswith("bias"))
+    buffers = sum(x.numel() for name, x in model.named_buffers() if name.endswith(("bias", "tid2eid")))
     return {"config": fields, "parameters": count + buffers}
 
 
