@@ -78,7 +78,7 @@ def attend(q, stored: StoredKV, batch: PagedBatch, spec: MaskSpec, options: Soft
     """`paged_attention` of bundled arguments."""
     *token_axes, num_heads, head_dim = q.shape
     tables, lengths, new, offsets, _ = batch
-    window, chunk, sink_tokens, _, causal, mask, spans, tree, blocks, tokens = (
+    window, chunk, sink_tokens, _, compress_ratio, causal, mask, spans, tree, blocks, tokens = (
         getattr(spec, field.name) for field in dataclasses.fields(spec)
     )
     soft_cap, sinks, alibi, return_lse = options.soft_cap, options.sinks, options.alibi, options.return_lse
@@ -92,6 +92,8 @@ def attend(q, stored: StoredKV, batch: PagedBatch, spec: MaskSpec, options: Soft
     before = (lengths - new)[token.row][..., None]
     is_new = (place >= before) & (place < lengths[token.row][..., None])
     index = _places_of(token, before, place, offsets, new)  # of the token at each place, where it is new
+    if compress_ratio is not None:  # a place holds an entry, which stands where the last of its tokens does
+        place = place * compress_ratio + compress_ratio - 1
     # Of a row with more queries than tokens the first sit at negative positions, before all places: they see nothing.
     seen = place <= position if causal else place < lengths[token.row][..., None]
     if tree is not None:

@@ -17,7 +17,7 @@ LARGEST = float(np.finfo(np.float32).max)
 # What None says in the place of an integer.
 NONE_MEANS = {
     "window": "no window", "chunk": "no chunks", "sink_tokens": "no first tokens", "rank": "no latent rows",
-    "residual_length": "that tokens see their row's newest tokens too",
+    "residual_length": "that tokens see their row's newest tokens too", "compress_ratio": "that keys are of tokens",
 }  # fmt: skip
 
 
@@ -213,7 +213,7 @@ def _check_kinds(call: Call) -> None:
     """Raise for options that are no number, integer, flag or array where one is taken."""
     mask, options = call.mask, call.options
     check_numbers(options.scale, options.soft_cap, mask.window, mask.chunk)
-    for name in ("sink_tokens", "residual_length"):
+    for name in ("sink_tokens", "residual_length", "compress_ratio"):
         _check_integer(name, getattr(mask, name))
     flags = {"causal": mask.causal, "deterministic": options.deterministic, "return_lse": options.return_lse}
     for name, x in flags.items():
@@ -275,6 +275,7 @@ def _check_variants(call: Call) -> None:
         )
     _check_tokens_option(call)
     _check_residual_length(mask)
+    _check_compress_ratio(call)
     if mask.tree is not None and (mask.spans is not None or mask.mask is not None):
         raise ValueError(
             f"tree says by itself what a token sees, and cannot be combined with "
@@ -316,6 +317,26 @@ def _check_residual_length(mask: MaskSpec) -> None:
     if beside := [name for name, x in others.items() if x is not None]:
         raise ValueError(
             f"residual_length goes by a token's position alone, and cannot be combined with {beside[0]}: leave one out."
+        )
+
+
+def _check_compress_ratio(call: Call) -> None:
+    """Raise for a `compress_ratio` beside what goes by the positions of keys, or by the step's own keys."""
+    mask, options = call.mask, call.options
+    if mask.compress_ratio is None:
+        return
+    if call.k is not None:
+        raise ValueError(
+            f"compress_ratio={mask.compress_ratio} says that keys are entries of several tokens, and a step completes "
+            "fewer of them than it has tokens: store them by write_kv, with lengths and new that count entries."
+        )
+    names = ("window", "chunk", "mask", "spans", "tree", "blocks", "residual_length")
+    others = {name: getattr(mask, name) for name in names} | {"alibi": options.alibi, "shared": options.shared}
+    others["stripe"] = call.batch.context_shard
+    if beside := [name for name, x in others.items() if x is not None]:
+        raise ValueError(
+            f"compress_ratio={mask.compress_ratio} says that keys are entries of several tokens, and cannot be "
+            f"combined with {beside[0]}: leave it out."
         )
 
 

@@ -16,7 +16,7 @@ from pallas_kernels.api.backends import Choice, check_implementation, choose, fi
 from pallas_kernels.api.mixer_dispatch import forget_mixers
 from pallas_kernels.api.sizes import warn_of_sizes
 from pallas_kernels.common import context_parallel
-from pallas_kernels.common.batch import Call, StoredKV, leave_out_newest
+from pallas_kernels.common.batch import Call, StoredKV, count_entries, forget_ratio, leave_out_newest
 
 
 def choose_checked(op: str, platform: str | None, implementation: str | None, call: Call) -> Choice:
@@ -24,14 +24,15 @@ def choose_checked(op: str, platform: str | None, implementation: str | None, ca
     # A shard of every block is as a whole one where only tokens are written, or every query sees its whole row.
     if call.batch.context_shard is not None and (op == "write_kv" or context_parallel.reads_whole_rows(call)):
         call = call._replace(batch=call.batch._replace(context_shard=None))
-    if op == "paged_attention":  # whose rows then end earlier, for all backends
-        call = call._replace(mask=dataclasses.replace(call.mask, residual_length=None))
+    if op == "paged_attention":  # whose rows then end earlier, or hold entries as tokens, for all backends
+        mask = forget_ratio(call.q, dataclasses.replace(call.mask, residual_length=None))
+        call = call._replace(mask=mask)
     return choose(op, implementation, platform, call)
 
 
 def attend(implementation: str | None, call: Call) -> Any:
     """`paged_attention` of a call that has been checked."""
-    batch, mask = leave_out_newest(call.batch, call.mask)
+    batch, mask = count_entries(call.q, *leave_out_newest(call.batch, call.mask))
     call = call._replace(batch=batch, mask=mask)
     if call.batch.context_shard is not None and context_parallel.reads_whole_rows(call):
         call = call._replace(batch=context_parallel.select_local_rows(call.batch, call.stored.kv.shape[3]))

@@ -60,6 +60,7 @@ def paged_attention(
     stripe=None,
     tokens=None,
     residual_length=None,
+    compress_ratio=None,
     implementation=None,
 ):
     """Causal attention of a step's tokens over the blocks of their rows.
@@ -124,6 +125,10 @@ def paged_attention(
         but the newest, which are read elsewhere and merged by `merge_attention`. `window` is counted from there. A
         token that sees nothing gets 0, and an LSE of -inf. Not with `tree`, `spans`, `tokens`, `blocks`, `chunk` or
         `causal=False`.
+      compress_ratio: keys are entries, each made of so many tokens of a row, as layers that compress store them
+        (DeepSeek-V4): entry j is seen from position `(j + 1) * compress_ratio - 1` on. `lengths` and `new` count tokens
+        as ever; blocks, and `tokens`, hold and name entries. Kernels for TPU and GPU take steps of one token a row;
+        else XLA runs. Only with `tokens`, `sinks`, `soft_cap`, `causal` and `deterministic`.
       return_lse: also return the natural logarithm of the softmax's denominator, its sink included.
       implementation: None picks the kernels of the platform, and falls back to XLA; a name raises if it cannot.
 
@@ -173,6 +178,7 @@ def paged_attention(
         stripe=stripe,
         tokens=tokens,
         residual_length=residual_length,
+        compress_ratio=compress_ratio,
     )
     check_pool(call, ("q", *POOL))
     check_format(call.stored, q.shape[-1])

@@ -6,7 +6,18 @@ from pallas_kernels.reference import attend as paged_attention, store as write_k
 
 __all__ = ["paged_attention", "write_kv"]
 FORMATS = QUANTIZED
-OPTIONS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens", "tokens")
+OPTIONS = (
+    "alibi",
+    "spans",
+    "tree",
+    "causal",
+    "chunk",
+    "blocks",
+    "deterministic",
+    "sink_tokens",
+    "tokens",
+    "compress_ratio",
+)
 READS_LATENT_ROWS = True
 READS_SHARED_ONCE = False
 write_and_attend = None

@@ -76,7 +76,7 @@ class PagedBatch(NamedTuple):
 @functools.partial(
     register,
     data_fields=("mask", "spans", "tree", "blocks", "tokens"),
-    meta_fields=("window", "chunk", "sink_tokens", "residual_length", "causal"),
+    meta_fields=("window", "chunk", "sink_tokens", "residual_length", "compress_ratio", "causal"),
 )
 @dataclasses.dataclass(frozen=True)
 class MaskSpec:
@@ -86,6 +86,7 @@ class MaskSpec:
     chunk: int | None = None
     sink_tokens: int | None = None
     residual_length: int | None = None  # backends are given one by `write_and_attend` alone
+    compress_ratio: int | None = None  # tokens of an entry; backends are given one for rows with several tokens alone
     causal: bool = True
     mask: jax.Array | None = None
     spans: jax.Array | None = None
@@ -106,6 +107,21 @@ def leave_out_newest(batch: PagedBatch, mask: MaskSpec) -> tuple[PagedBatch, Mas
         return batch, mask
     kv_lens = jnp.maximum(batch.kv_lens - mask.residual_length, 0)
     return batch._replace(kv_lens=kv_lens), dataclasses.replace(mask, residual_length=None)
+
+
+def forget_ratio(q: Any, mask: MaskSpec) -> MaskSpec:
+    """Returns the mask without its `compress_ratio` if every query sees all entries of its row: where no row has more
+    than one of them, or they are not causal."""
+    sees_all = not mask.causal or (q is not None and q.ndim == 4 and q.shape[1] == 1)
+    return dataclasses.replace(mask, compress_ratio=None) if sees_all else mask
+
+
+def count_entries(q: Any, batch: PagedBatch, mask: MaskSpec) -> tuple[PagedBatch, MaskSpec]:
+    """Returns rows whose tokens are the entries, where `forget_ratio` can."""
+    plain = forget_ratio(q, mask)
+    if mask.compress_ratio is None or plain is mask:
+        return batch, mask
+    return batch._replace(kv_lens=batch.kv_lens // mask.compress_ratio), plain
 
 
 @functools.partial(
@@ -148,7 +164,7 @@ class Call(NamedTuple):
             "alibi": options.alibi, "spans": mask.spans, "tree": mask.tree, "causal": None if mask.causal else False,
             "chunk": mask.chunk, "blocks": mask.blocks, "deterministic": options.deterministic or None,
             "sink_tokens": mask.sink_tokens, "stripe": self.batch.context_shard, "tokens": mask.tokens,
-            "residual_length": mask.residual_length,
+            "residual_length": mask.residual_length, "compress_ratio": mask.compress_ratio,
         }  # fmt: skip
         return {name: x for name, x in fields.items() if x is not None}
 

@@ -63,6 +63,16 @@ class WindowMask(NamedTuple):
 ALL = WindowMask()
 
 
+def find_last_key(position: jax.Array, compress_ratio: int | None) -> jax.Array:
+    """Returns the last key that a token sees by causality: its own, or of keys that are entries of `compress_ratio`
+    tokens each the last whose tokens it sees all; -1: none.
+
+    >>> find_last_key(jnp.arange(-1, 6), 3).tolist()
+    [-1, -1, -1, 0, 0, 0, 1]
+    """
+    return position if compress_ratio is None else (position + 1) // compress_ratio - 1
+
+
 class TokenMask(NamedTuple):
     """One entry per token place, flat: it sees the keys from `first` to `last` and those whose bit is set."""
 

@@ -12,8 +12,8 @@ from pallas_kernels.xla.write import write_and_attend as write_and_attend, write
 # See `api.backend`.
 FORMATS = QUANTIZED
 OPTIONS = (
-    "alibi", "blocks", "causal", "chunk", "deterministic", "residual_length", "sink_tokens", "spans", "stripe",
-    "tokens", "tree",
+    "alibi", "blocks", "causal", "chunk", "compress_ratio", "deterministic", "residual_length", "sink_tokens", "spans",
+    "stripe", "tokens", "tree",
 )  # fmt: skip
 READS_LATENT_ROWS = True
 READS_SHARED_ONCE = True

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch
 from pallas_kernels.common.context_parallel import count_local_tokens, position_of
+from pallas_kernels.common.masks import find_last_key
 from pallas_kernels.common.ragged_layout import Tokens, default_offsets, locate
 from pallas_kernels.common.shared_prefix import Shared
 from pallas_kernels.common.tree_attention import Tree, climb
@@ -81,6 +82,7 @@ class TileMask(NamedTuple):
     tree: Tree | None = None
     blocks: jax.Array | None = None  # i32[S, n]: the logical blocks that rows see, and -1 where there is none
     sink_tokens: int = 0  # of a row's first tokens, which are seen beside the window
+    compress_ratio: int | None = None  # tokens of an entry: what places hold, where positions count tokens
 
     def sink_tiles(self, tiling: "Tiling", rows: WorkRows, first_tile: jax.Array) -> jax.Array | None:
         """Returns how many tiles of sink tokens are seen before the window's first tile; None without sinks."""
@@ -104,7 +106,8 @@ def find_tile_mask(token_axes: tuple[int, ...], rows: WorkRows, batch: PagedBatc
         highest = jax.lax.cummax(jnp.pad(blocks, ((0, 0), (1, 0)), constant_values=-1)[:, :-1], axis=1)
         blocks = jnp.where((blocks > highest) & (blocks < rows.block_tables.shape[1]), blocks, -1)
     spans = None if spec.spans is None else spec.spans.reshape(-1)
-    return TileMask(spec.window, spec.chunk, spec.causal, mask, spans, tree, blocks, spec.sink_tokens or 0)
+    sink_tokens = spec.sink_tokens or 0
+    return TileMask(spec.window, spec.chunk, spec.causal, mask, spans, tree, blocks, sink_tokens, spec.compress_ratio)
 
 
 class Lane(NamedTuple):
@@ -164,6 +167,7 @@ def plan(tiling: Tiling, lanes: int, rows: WorkRows, tile_mask: TileMask) -> Wor
 
     # Spans see ahead, and back to the first token of the step; tokens of a tree may be as shallow as its first.
     stop = before + last + 1 if tile_mask.causal and tile_mask.spans is None else end
+    stop = find_last_key(stop - 1, tile_mask.compress_ratio) + 1
     last_tile = cover(tiling.runs(rows.count_slots(stop, tiling)), tiling.pieces)
     first_tile = jnp.zeros_like(last_tile)
     in_order = tile_mask.tree is None and rows.position is None
@@ -267,7 +271,7 @@ def _see(
     their_token = lane.query_starts[:, :, None] + nth
     is_new = (nth >= 0) & (position < end)
     last = query if tile_mask.causal else jnp.broadcast_to(lane.kv_lens - 1, query.shape)
-    last = jnp.where(is_token, last, -1)
+    last = jnp.where(is_token, find_last_key(last, tile_mask.compress_ratio), -1)
     if own is None:  # counted from the tile's first place, it says in one comparison what is seen
         last = jnp.minimum(last, tiling.capacity - 1) - begin
     last = compute_once(last)  # else XLA computes it in each fusion that asks what is seen

@@ -14,7 +14,7 @@ import numpy as np
 from pallas_kernels.common.batch import MaskSpec, PagedBatch
 from pallas_kernels.common.context_parallel import count_local_tokens, position_of
 from pallas_kernels.common.index_keys import NOTHING, Best, IndexQueries, Lanes, StoredIndex
-from pallas_kernels.common.masks import WindowMask
+from pallas_kernels.common.masks import WindowMask, find_last_key
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.xla import tile_reads, tile_sizes, work_list
 from pallas_kernels.xla.write import find_places
@@ -41,7 +41,7 @@ def select_tokens(
     Args:
       q: `[S, T, heads, E]` padded or `[N, heads, E]` packed; weights: the same without the last axis.
       batch: as for attention; with a context shard the best of the tokens at hand, by their positions in whole rows.
-      mask: of which window, chunk and sink tokens are read.
+      mask: of which window, chunk, sink tokens and `compress_ratio` are read.
       select: returns the best of the queries of lanes, `[lanes * queries, n]`, for a backend's kernel; default: XLA's.
       queries: of a lane of a row with several tokens, then.
     """
@@ -58,16 +58,20 @@ def select_tokens(
         batch,
         mask,
     )
-    select, queries = select or _select, queries or min(QUERIES, num_tokens)
+    choose, queries = select or _select, queries or min(QUERIES, num_tokens)
+
+    def select_best(lanes: Lanes) -> Best:
+        return choose(inputs, lanes._replace(position=find_last_key(lanes.position, mask.compress_ratio)), kept)
+
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), *batch[1:4]))
     rows = work_list.find_rows(tuple(token_axes), batch)
     if token_axes[-1] == 1:
-        best = jax.tree.map(lambda x: x[token.row], select(inputs, _lone_lanes(rows, rows.query_lens), kept))
+        best = jax.tree.map(lambda x: x[token.row], select_best(_lone_lanes(rows, rows.query_lens)))
     else:
         lone = rows.query_lens == 1
-        of_lone = select(inputs, _lone_lanes(rows, jnp.where(lone, rows.query_lens, 0)), kept)
+        of_lone = select_best(_lone_lanes(rows, jnp.where(lone, rows.query_lens, 0)))
         lanes, lane, place = _tile_lanes(rows, jnp.where(lone, 0, rows.query_lens), num_tokens, token, queries)
-        many, is_lone = select(inputs, lanes, kept), lone[token.row][:, None]
+        many, is_lone = select_best(lanes), lone[token.row][:, None]
         best = jax.tree.map(lambda a, b: jnp.where(is_lone, a[token.row], b[lane * queries + place]), of_lone, many)
     best = Best(best.score, jnp.where(token.valid[:, None] & (best.score > NOTHING), best.position, -1))
     pad = ((0, 0), (0, top_k - kept))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
-from pallas_kernels.common.masks import WindowMask
+from pallas_kernels.common.masks import WindowMask, find_last_key
 from pallas_kernels.common.ragged_layout import Tokens, locate
 from pallas_kernels.xla import tile_reads, tile_sizes
 from pallas_kernels.xla.softmax import MASKED
@@ -89,7 +89,7 @@ def find_slots(
     kv_lens, (tables, shard) = batch.kv_lens[row], (batch.block_tables, batch.context_shard)
     # Not stable: equal numbers need no order, and XLA would sort each with its place.
     chosen = jax.lax.sort(queries.chosen, dimension=1, is_stable=False)
-    last = position if mask.causal else kv_lens - 1
+    last = find_last_key(position if mask.causal else kv_lens - 1, mask.compress_ratio)
     seen = (chosen >= 0) & (chosen <= last[:, None]) & valid[:, None]
     seen &= chosen != jnp.pad(chosen[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     window_mask = WindowMask.from_spec(mask, np.iinfo(np.int32).max)
