@@ -35,11 +35,11 @@ __all__ = [
     "EngineFull", "Eviction", "HostBlocks", "LayerConfig", "Match", "Model", "OutOfBlocks", "OutOfWindow",
     "PrefixCache", "PrefixEvent", "Request", "RowShards", "SequenceTooLong",
     "Step", "append", "attend", "attention", "beam_search", "block_bounds", "by_rows",
-    "causal_conv", "check", "check_invariants", "counts", "describe", "dot_product_attention", "evict", "explain",
-    "extend", "fork", "free", "gated_delta_rule", "gather", "generate", "init", "jax_attention", "keep", "last",
-    "left_align", "load", "merge_attention", "partition_specs", "plan_step", "positions", "read_states", "receive",
-    "reorder", "reserve", "right_align", "save", "send", "snapshots", "state_space", "stats", "swap_in", "swap_out",
-    "truncate", "write", "write_index", "write_states",
+    "causal_conv", "check", "check_invariants", "compress", "counts", "describe", "dot_product_attention", "evict",
+    "explain", "extend", "fork", "free", "gated_delta_rule", "gather", "generate", "init", "jax_attention", "keep",
+    "last", "left_align", "load", "merge_attention", "partition_specs", "plan_step", "positions", "read_states",
+    "receive", "reorder", "reserve", "right_align", "save", "send", "snapshots", "state_space", "stats", "swap_in",
+    "swap_out", "truncate", "write", "write_index", "write_states",
 ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The public names of `jaxkv`, and what they are. It is imported when the first of them is asked for."""
 
 from jaxkv._core.attention.attention import attend as attend, attention as attention, explain as explain
-from jaxkv._core.attention.block_selection import BlockBounds as BlockBounds, block_bounds as block_bounds
+from jaxkv._core.attention.compress import compress as compress
 from jaxkv._core.attention.index import write_index as write_index
 from jaxkv._core.attention.mixers import (
     causal_conv as causal_conv,
@@ -22,6 +22,7 @@ from jaxkv._core.blocks.evict import evict as evict
 from jaxkv._core.blocks.sharing import fork as fork, reorder as reorder, truncate as truncate
 from jaxkv._core.blocks.speculative import keep as keep
 from jaxkv._core.blocks.tables import extend as extend, free as free, reserve as reserve
+from jaxkv._core.cache.block_selection import BlockBounds as BlockBounds, block_bounds as block_bounds
 from jaxkv._core.cache.cache import Cache as Cache
 from jaxkv._core.cache.checks import check as check, check_invariants as check_invariants, stats as stats
 from jaxkv._core.cache.data_parallel import RowShards as RowShards, by_rows as by_rows

@@ -49,21 +49,27 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
     return _poison(cache, value)
 
 
+def _find_kept(cache: Cache, group: int, layer: int) -> jax.Array:
+    """Returns `bool[num_blocks + 1, slots]`: the null block, what a `PrefixCache` keeps, what a layer's rows hold."""
+    tables, size = cache.tables[group], cache.config.block_slots(layer)
+    skipped = None if tables.skipped is None else tables.skipped[:, None]
+    columns = jnp.arange(cache.config.table_widths[group], dtype=jnp.int32)[None]
+    block = blocks_of(columns, skipped, cache.config.group_sink_blocks[group])
+    position = (block[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(len(block), -1)
+    keep = jnp.ones(tables.kept.shape, bool).at[list_blocks(tables)].set(False) | (tables.kept != 0)
+    slots = cache.slots(jnp.arange(cache.config.max_seqs)[:, None], position, layer=layer)
+    return jnp.repeat(keep[:, None], size, axis=1).at[slots].set(True)
+
+
 @jax.jit
 def _poison(cache: Cache, value: jax.Array) -> Cache:
     pools = list(cache.pools)
-    size, row = cache.config.block_size, jnp.arange(cache.config.max_seqs)[:, None]
-    for group, tables in enumerate(cache.tables):
-        skipped = None if tables.skipped is None else tables.skipped[:, None]
-        columns = jnp.arange(cache.config.table_widths[group], dtype=jnp.int32)[None]
-        block = blocks_of(columns, skipped, cache.config.group_sink_blocks[group])
-        position = (block[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(len(block), -1)
-        keep = jnp.ones(tables.kept.shape, bool).at[list_blocks(tables)].set(False) | (tables.kept != 0)
-        keep = jnp.repeat(keep[:, None], cache.config.block_size, axis=1)
-        slots = cache.slots(row, position, layer=cache.config.groups[group][0])
-        keep = keep.at[slots].set(True)
+    for group in range(len(cache.tables)):
+        found: dict[int, jax.Array] = {}  # by the slots of a block
         for stack in cache.config.group_stacks(group):
-            kept = jnp.tile(keep, (len(stack), 1))[:, None, None]  # [blocks, 1, 1, block_size]
+            if (slots := cache.config.block_slots(stack[0])) not in found:
+                found[slots] = _find_kept(cache, group, stack[0])
+            kept = jnp.tile(found[slots], (len(stack), 1))[:, None, None]  # [blocks, 1, 1, slots]
             pool = cache.layer(stack[0]).pool
             kind, (*_, width) = cache.config.kind(stack[0]), cache.config.form(stack[0]).row_shape(2, 2)
             padding = jnp.arange(pool.kv.shape[-1]) >= kind.stored_dim(width)

@@ -62,7 +62,11 @@ def fingerprint(config: CacheConfig, model: str | None) -> bytes:
     model."""
     layers = [layer_facts(config, i) | {"shares_with": config.owner(i)} for i in range(len(config.layers))]
     for layer in layers:
-        for name in ("v_head_dim", "index_dim"):  # so that blocks of before the field was there are found
+        for name in (
+            "v_head_dim",
+            "index_dim",
+            "compress_ratio",
+        ):  # so that blocks of before the field was there are found
             if layer[name] is None:
                 del layer[name]
     for i in pool_layers(config):

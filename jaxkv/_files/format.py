@@ -220,7 +220,7 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
         for i in layers:
             for name, (heads, minor) in stored_tensors(config, i).items():
                 blocks = tensors[name]
-                if blocks.shape[1:] != (*heads, saved.block_size, *minor):
+                if blocks.shape[1:] != (*heads, config.layers[i].count_entries(saved.block_size), *minor):
                     raise ValueError(f"{name} {blocks.shape} is not what its config says")
                 if tables.min(initial=0) < 0 or tables.max(initial=0) > len(blocks):
                     raise ValueError(f"tables.{g} names blocks that are not there")
@@ -311,7 +311,11 @@ def _render(config: CacheConfig) -> dict[str, Any]:
     for layer, found in zip(layers, config.layers, strict=True):
         if found.bounds:  # the file does not hold the bounds: loading computes them
             layer["bounds"] = True
-        for name in ("v_head_dim", "index_dim"):  # so that older readers, which do not know the fields, read the file
+        for name in (
+            "v_head_dim",
+            "index_dim",
+            "compress_ratio",
+        ):  # so that older readers, which do not know the fields, read the file
             if layer[name] is None:
                 del layer[name]
     for i in pool_layers(config):

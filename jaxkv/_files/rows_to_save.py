@@ -78,7 +78,7 @@ class RowsToSave:
         yield from self.tables
         yield from self.held.values()
         for layer in pool_layers(config):
-            plans = self.plans[config.group(layer)]
+            plans = [plan.of_entries(config.layers[layer]) for plan in self.plans[config.group(layer)]]
             each = [jax.tree.leaves(found.pool(layer).tokens) for found in self.caches]
             for arrays, (name, (_, minor)) in zip(
                 zip(*each, strict=True), stored_tensors(config, layer).items(), strict=True

@@ -95,7 +95,8 @@ def _find_shapes(written: RowsToSave, config: CacheConfig) -> dict[str, tuple[in
     shapes |= {f"held.{g}": x.shape for g, x in written.held.items()}
     for i in pool_layers(config):
         for name, (heads, minor) in stored_tensors(config, i).items():
-            shapes[name] = (written.num_blocks(config.group(i)), *heads, written.block_size, *minor)
+            slots = config.layers[i].count_entries(written.block_size)
+            shapes[name] = (written.num_blocks(config.group(i)), *heads, slots, *minor)
     for (i, name), array in stored_states(config).items():
         shapes[f"state.{i}.{name}"] = (len(written.lengths), *array.shape)
     if written.snapshots is not None:

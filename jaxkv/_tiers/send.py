@@ -251,7 +251,7 @@ def _fit(
 
 def _read(cache: Cache, layer: int, plan: BlockPlan) -> Pool:
     """Returns a layer's tokens in blocks of the other cache's size, `[n, 2, K, new_size, D]`, on their devices."""
-    pool, stack, size = cache.layer(layer).pool.tokens, cache.config.stack(layer), cache.config.block_size
+    pool, stack, size = cache.layer(layer).pool.tokens, cache.config.stack(layer), cache.config.block_slots(layer)
     slots = np.maximum(plan.padded, 0)
     block = slots // size + stack.index(layer) * (pool.kv.shape[0] // len(stack))
     if slots.shape[1] == size:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.attention.attention_options import read_scale
-from jaxkv._core.attention.block_selection import (
+from jaxkv._core.cache.block_selection import (
     BlockBounds,
     block_bounds,
     blocks_of_bounds,

@@ -252,6 +252,8 @@ def _limit_length(cache: Cache, layer: int) -> Cache:
     """Returns the cache with `max_seq_len` limited to the slots of a layer's block table, to read that layer."""
     check_cache(cache)
     group = cache.config.group(layer)
+    if (ratio := cache.config.layer_config(layer).compress_ratio) is not None:
+        raise ValueError(f"Layer {layer} stores entries of {ratio} tokens, so that no token has a score in it.")
     places = cache.config.max_seq_len if cache.config.group_slides[group] else cache.config.row_places(group)
     return cache.replace(config=cache.config.replace(max_seq_len=places))
 

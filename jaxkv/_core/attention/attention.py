@@ -477,7 +477,7 @@ def _kernel_options(
             raise ValueError("This step was planned with a tree: leave tree out, or plan the step without one.")
         tree = step.tree
     options = read_options(layer, options | {"tree": tree})
-    return options if shared is None else options | {"shared": shared}
+    return options if shared is None or "compress_ratio" in options else options | {"shared": shared}
 
 
 def _split_static(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -69,7 +69,9 @@ def read_options(layer: Layer, options: dict[str, Any]) -> dict[str, Any]:
     if "blocks" in options:
         most = MOST_TOKENS if layer.config.is_endless else layer.config.max_blocks_per_seq
         options["blocks"] = _read_blocks(options["blocks"], (layer.rows, most))
-    return layer.layer_config.retention.mask_options(layer.number, options)
+    options = layer.layer_config.retention.mask_options(layer.number, options)
+    ratio = layer.layer_config.compress_ratio
+    return options if ratio is None else options | {"compress_ratio": ratio}
 
 
 def to_array(name: str, x: Any) -> jax.Array:
@@ -145,6 +147,12 @@ def read_tree(tree: Any, token_axes: tuple[int, ...], tables: BlockTables, confi
             f"tree is for caches of attention layers, but layer {i} of this one is one {config.layers[i].retention}, "
             "which takes one token after another: leave tree out."
         )
+    for i, layer in enumerate(config.layers):
+        if layer.compress_ratio is not None:
+            raise ValueError(
+                f"tree is for caches of layers that store tokens, but layer {i} of this one stores entries of "
+                f"{layer.compress_ratio} tokens one after another: leave tree out."
+            )
     tree = read_numbers("tree", tree)
     parents = to_integers("tree", tree)
     if parents.shape != token_axes:

@@ -66,10 +66,14 @@ def write_index[C: (Cache, Layer)](
     _check_writer(found, implementation)
     opened, put_back = settle_layer(cache, layer, found, token_axes, step)
     with jax.named_scope("write_index"):
-        specs = (layer_specs(opened), WHOLE, WHOLE)
-        arguments = (opened, step, index_k)
-        pool = run_on_shards(opened.pool, _store, arguments, specs, POOL, implementation=implementation)
-        return put_back(dataclasses.replace(opened, pool=pool))
+        return put_back(store_index(opened, step, index_k, implementation=implementation))
+
+
+def store_index(layer: Layer, step: Step | None, index_k: jax.Array, *, implementation: str | None) -> Layer:
+    """Returns a layer with this step's index keys."""
+    arguments, specs = (layer, step, index_k), (layer_specs(layer), WHOLE, WHOLE)
+    pool = run_on_shards(layer.pool, _store, arguments, specs, POOL, implementation=implementation)
+    return dataclasses.replace(layer, pool=pool)
 
 
 def _check_writer(layer: Layer, implementation: str | None) -> None:
@@ -153,7 +157,8 @@ def _choose(
     stored = stored._replace(keys=jax.lax.stop_gradient(stored.keys))
     stripe = None if runs is None else runs.stripe
     batch = PagedBatch(layer.blocks, layer.tables.lengths, call.query_lens, call.query_starts, stripe)
-    mask = MaskSpec(**layer.layer_config.retention.mask_options(layer.number, {}))
+    options = layer.layer_config.retention.mask_options(layer.number, {})
+    mask = MaskSpec(**options, compress_ratio=layer.layer_config.compress_ratio)
     best = select_tokens(call.q, of_heads[..., 0], stored, batch, mask, top_k)
     if runs is not None:
         score, position = (runs.gather(x, x.ndim - 1) for x in best)

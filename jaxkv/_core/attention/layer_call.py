@@ -127,6 +127,8 @@ def open_layer(
       **arrays: the step's arrays, `[S, T, heads, head_dim]` or `[N, heads, head_dim]`.
     """
     found = find_layer(cache, layer)
+    if stores:
+        _refuse_entries(found)
     token_axes = check_tokens(found, arrays)
     if stores:
         check_stores(found)
@@ -240,8 +242,18 @@ def check_tokens(layer: Layer, arrays: dict[str, Any]) -> tuple[int, ...]:
     return token_axes[1]
 
 
+def _refuse_entries(layer: Layer) -> None:
+    """Raises ValueError for a layer that stores no tokens."""
+    if (ratio := layer.layer_config.compress_ratio) is not None:
+        raise ValueError(
+            f"Layer {layer.number} stores entries of {ratio} tokens, which jaxkv.compress computes and stores: attend "
+            "to them by jaxkv.attend(q, cache, layer=...)."
+        )
+
+
 def check_stores(layer: Layer) -> None:
-    """Raises ValueError for a layer that reads another's keys and values."""
+    """Raises ValueError for a layer that reads another's keys and values, or stores no tokens."""
+    _refuse_entries(layer)
     owner = layer.config.owner(layer.number)
     if owner != layer.number:
         raise ValueError(

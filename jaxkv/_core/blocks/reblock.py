@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxkv._core.blocks.block_copy import pad_size
 from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.state.columns import rows_entries
 from jaxkv._core.state.state import NULL_BLOCK
 
@@ -22,6 +23,14 @@ class BlockPlan(NamedTuple):
         """`slots` padded with empty blocks, so that programs that take them compile for few shapes."""
         count = len(self.slots)
         return np.pad(self.slots, ((0, pad_size(count) - count), (0, 0)), constant_values=-1)
+
+    def of_entries(self, layer: LayerConfig) -> "BlockPlan":
+        """Returns the plan of what a layer stores, which may be entries of several tokens: they lie where the last of
+        their tokens would."""
+        if (ratio := layer.compress_ratio) is None:
+            return self
+        last = self.slots[:, ratio - 1 :: ratio]
+        return self._replace(slots=np.where(last < 0, -1, last // ratio))
 
 
 class GroupRows(NamedTuple):
@@ -160,7 +169,7 @@ def fit(
                     )
                 except TokensGone as gone:
                     raise TokensGone(gone.row, gone.start, gone.needed, layer) from None
-            plans[layer] = found[group]
+            plans[layer] = found[group].of_entries(config.layers[layer])
     return plans
 
 

@@ -127,6 +127,7 @@ def _read_path(cache: Cache, path: Any) -> jax.Array:
         )
     if is_known(path):
         known = not isinstance(cache.new, jax.core.Tracer)
+        compressed = any(layer.compress_ratio is not None for layer in cache.config.layers)
         new = np.asarray(cache.new) if known else np.full(rows, np.iinfo(np.int32).max)
         for row, (entries, most) in enumerate(zip(path.tolist(), new.tolist(), strict=True)):
             kept = entries[: sum(entry >= 0 for entry in entries)]
@@ -138,6 +139,11 @@ def _read_path(cache: Cache, path: Any) -> jax.Array:
                 raise ValueError(
                     f"path must be a chain, 0, 1, 2, ..., in a cache with recurrent layers, which take one token after "
                     f"another and no tree, but row {row} has {show(kept)}."
+                )
+            if compressed and kept != list(range(len(kept))):
+                raise ValueError(
+                    f"path must be a chain, 0, 1, 2, ..., in a cache with layers of compress_ratio, whose entries are "
+                    f"made of tokens that stand together, but row {row} has {show(kept)}."
                 )
             if kept and kept[-1] >= most:
                 raise ValueError(f"path goes to token {kept[-1]} of row {row}, which has {most} new tokens.")
@@ -169,6 +175,8 @@ def _move(cache: Cache, source: jax.Array, target: jax.Array, moved: jax.Array) 
 
         blocks = [blocks_of(place) for place in places]
         for stack in cache.config.group_stacks(group):
+            if cache.config.layers[stack[0]].compress_ratio is not None:
+                continue  # there no token moves: paths are chains
             count = len(stack)
             stacked = (stack_blocks(x, count, tables.num_blocks + 1) for x in blocks)
             offsets = (jnp.tile(x.reshape(-1) % size, count) for x in places)

@@ -308,6 +308,11 @@ def _check_runs(config: CacheConfig, count: int, context: str) -> None:
                 f"Layer {i} keeps bounds of whole blocks, which cannot be divided over the mesh axis {context!r}: make "
                 "it without bounds, or leave context out."
             )
+        if layer.compress_ratio is not None:
+            raise ValueError(
+                f"Layer {i} stores entries of {layer.compress_ratio} tokens, and its blocks cannot be divided over the "
+                f"mesh axis {context!r} yet: leave context out."
+            )
         if layer.evict is not None:
             raise ValueError(
                 f"Layer {i} has evict={layer.evict!r}, which moves tokens from block to block, and its blocks cannot "

@@ -237,14 +237,14 @@ class Views:
 
     def slots(self, row: Any, position: Any, *, layer: int = 0) -> tuple[jax.Array, jax.Array]:
         """Returns the physical block and offset of tokens; the null block where there is none. `row` and `position`
-        broadcast.
+        broadcast. In a layer with `compress_ratio` positions count entries.
 
         In a layer that evicts, positions count the tokens held. If it evicts by heads, the result has one more axis at
         the end, with each head's own slot.
         """
         check_living("cache", self.tables[0].lengths)
         found = self.layer(layer)
-        tables, evict = found.tables, self.config.group_evicts[found.group]
+        evict = self.config.group_evicts[found.group]
         row, position = (cast_int32(read_numbers(name, x)) for name, x in {"row": row, "position": position}.items())
         if evict == "head":
             row, position = (
@@ -252,8 +252,7 @@ class Views:
             )
             head = jax.lax.broadcasted_iota(jnp.int32, row.shape, row.ndim - 1)
             row = jnp.where((row >= 0) & (row < found.rows), row + head * found.rows, -1)
-        sink_blocks = self.config.group_sink_blocks[found.group]
-        return _slots(tables, row, position, self.config.block_size, sink_blocks)
+        return find_slots(found, row, position)
 
     def read(self, layer: int, row: Any, position: Any) -> tuple[jax.Array, jax.Array]:
         """Returns keys and values `[..., K, D]` of tokens; 0 where there is none. `row` and `position` broadcast.
@@ -310,9 +309,11 @@ class Views:
     def _logical(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """Returns the blocks of a layer's rows in order from the first on, and the rows' lengths."""
         check_living("cache", self.tables[0].lengths)
-        tables, group = self.layer(layer).tables, self.config.group(layer)
+        found = self.layer(layer)
+        tables, group = found.tables, found.group
         width, sink_blocks = self.config.max_blocks_per_seq, self.config.group_sink_blocks[group]
-        return logical_entries(tables.tables, tables.skipped, width, sink_blocks), tables.lengths
+        entries = logical_entries(tables.tables, tables.skipped, width, sink_blocks)
+        return entries, found.layer_config.count_entries(tables.lengths)
 
     def _evicts_by_heads(self, layer: int) -> bool:
         return self.config.group_evicts[self.config.group(layer)] == "head"
@@ -350,6 +351,17 @@ class Views:
             f"Cache({self.blocks_in_use} of {self.num_blocks} blocks used, {self.num_tokens} tokens in {rows} of "
             f"{self.lengths.size} rows, {f'{failed} failed, ' if failed else ''}{size})"
         )
+
+
+def find_slots(layer: Layer, row: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the physical block, in one layer's pool, and the offset of what a layer's rows, or head rows, hold at
+    positions; the null block where that is nothing."""
+    lengths = layer.layer_config.count_entries(layer.tables.lengths)
+    tables, sink_blocks = (
+        dataclasses.replace(layer.tables, lengths=lengths),
+        layer.config.group_sink_blocks[layer.group],
+    )
+    return _slots(tables, row, position, layer.config.block_slots(layer.number), sink_blocks)
 
 
 @functools.partial(jax.jit, static_argnames=("block_size", "sink_blocks"))

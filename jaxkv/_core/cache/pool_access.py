@@ -58,8 +58,8 @@ def dense(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheCon
     else:
         blocks = read(tables)
         blocks = jnp.moveaxis(blocks, 1, 3)  # [S, 2, K, M, block_size, D]
-        kv = blocks.reshape(*blocks.shape[:3], tables.shape[1] * config.block_size, blocks.shape[-1])
-        kv = kv[..., : config.max_seq_len, :]
+        kv = blocks.reshape(*blocks.shape[:3], tables.shape[1] * blocks.shape[4], blocks.shape[-1])
+        kv = kv[..., : config.layer_config(layer).count_entries(config.max_seq_len), :]
     is_held = jnp.arange(kv.shape[3], dtype=jnp.int32)[None] < lengths[:, None]
     return jnp.where(is_held[:, None, None, :, None], kv, jnp.zeros((), kv.dtype))
 

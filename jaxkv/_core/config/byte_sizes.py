@@ -57,6 +57,10 @@ class ByteSizes(Groups):
         in_pairs = self.join_kv != "head" and not kind.is_quantized and heads % 2 == 0
         return Pairs(found.head_dim) if in_pairs else OneRow(found.head_dim)
 
+    def block_slots(self, layer: int) -> int:
+        """Returns how many keys a block of a layer holds: its tokens, or entries of several of them."""
+        return self.layer_config(layer).count_entries(self.block_size)
+
     def pairs_divide(self, layer: int, count: int) -> bool:
         """Tells whether a layer's packed heads can be divided among `count` devices like unpacked ones."""
         heads = self.layer_config(layer).num_kv_heads
@@ -67,7 +71,8 @@ class ByteSizes(Groups):
         four bits. With pairs of heads `[num_blocks + 1, 2, K / 2, block_size, 2 D]`; with a head's keys and values in
         one row `[num_blocks + 1, 1, K, block_size, 2 D]`, 2 D rounded up, or in four bits D rounded up; for a latent
         layer `[num_blocks + 1, 1, 1, block_size, D]`; with values of another width `[num_blocks + 1, 1, K, block_size,
-        D]`, D being both widths together, rounded up. K is 1 in a layer that evicts by heads."""
+        D]`, D being both widths together, rounded up. K is 1 in a layer that evicts by heads. With `compress_ratio` a
+        block has as many slots as entries, `block_slots`."""
         return (self.group_blocks[self.group(layer)] + 1, *self._block_shape(layer))
 
     def stored_heads(self, layer: int) -> tuple[int, int]:
@@ -114,7 +119,7 @@ class ByteSizes(Groups):
         `head_dim` is, and of their scales."""
         if (index_dim := self.index_dim(layer)) is None:
             return None, None
-        slots = (self.pool_shape(layer)[0], 1, 1, self.block_size)
+        slots = (self.pool_shape(layer)[0], 1, 1, self.block_slots(layer))
         return (*slots, self._padded(index_dim)), slots if self.index_kind(layer).is_quantized else None
 
     def array_shapes(self, layer: int) -> tuple[tuple[int, ...] | None, ...]:
@@ -165,7 +170,7 @@ class ByteSizes(Groups):
         rows, heads, width = form.row_shape(*self.stored_heads(layer))
         # Rows that pack two are padded as they are stored: in four bits to whole bytes of lanes.
         stored = self._padded(kind.stored_dim(width)) if form.joins else kind.stored_dim(self._padded(width))
-        return (rows, heads, self.block_size, stored)
+        return (rows, heads, self.block_slots(layer), stored)
 
     def _evicts_by_heads(self, layer: int) -> bool:
         return self.layer_config(self.owner(layer)).evict == "head"
@@ -177,7 +182,7 @@ class ByteSizes(Groups):
         if not self.kind(layer).is_quantized:
             return None
         num_arrays, heads = self.stored_heads(layer)
-        return (num_arrays, heads, self.block_size, *self.scale_axes(layer))
+        return (num_arrays, heads, self.block_slots(layer), *self.scale_axes(layer))
 
     def scale_axes(self, layer: int) -> tuple[int, ...]:
         """Returns the axes after `[..., K, block_size]` in the shape of a quantized layer's scales."""

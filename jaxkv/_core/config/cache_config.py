@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Unpack
 
@@ -51,7 +52,7 @@ class CacheConfig(MadeLike):
       block_size: tokens per block; always `max_seq_len` if contiguous. Default: the size that the platform's kernels
         read: 16; for quantized formats 128 on TPUs and 32 on NVIDIA GPUs; on TPUs larger where the block tables of all
         rows would not fit in scalar memory. `head_dim_multiple` tells the platform; if left out, it is the current
-        one.
+        one. With layers of `compress_ratio`, a multiple of that.
       dtype: storage format of keys and values: bfloat16, float16 or float32; or quantized, with a scale for each token
         and head: int8, float8_e4m3fn or float8_e5m2; or for 32 entries of a head, int4, or 64, k5v3.
         int4 has 4 bits for each number; k5v3 has 5 for a key's and 3 for a value's, for attention loses more by keys.
@@ -188,7 +189,8 @@ class CacheConfig(MadeLike):
         """The `block_size` of this cache if none is given."""
         kinds = [self.kind(i) for i in range(len(self.layers))]
         lines = self.max_seqs * max(self.group_heads, default=1)
-        return choose_block_size(kernel_platform(self.head_dim_multiple), kinds, lines, self.max_seq_len)
+        size = choose_block_size(kernel_platform(self.head_dim_multiple), kinds, lines, self.max_seq_len)
+        return math.lcm(size, *(layer.compress_ratio or 1 for layer in self.layers))
 
     def _drop_settled(self, put) -> None:
         sizes = [field for field in ("num_blocks", "max_tokens", "group_blocks") if getattr(self, field) is not None]
@@ -210,6 +212,7 @@ class CacheConfig(MadeLike):
     def _settle_paged(self, put) -> None:
         if self.block_size is None:
             put("block_size", _Settled(self.default_block_size))
+        checks.check_compressed(self)
         if self.group_blocks is not None:
             self._settle_group_blocks(put)
         if self.max_tokens is None and self.num_blocks is None:
@@ -246,6 +249,7 @@ class CacheConfig(MadeLike):
         put("num_blocks", _Settled(most))
 
     def _settle_contiguous(self, put) -> None:
+        checks.check_compressed(self)
         most = self.max_seqs * self.max_seq_len
         fixed = {"block_size": self.max_seq_len, "num_blocks": self.max_seqs, "max_tokens": most}
         for field, value in fixed.items():

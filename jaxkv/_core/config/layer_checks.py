@@ -109,6 +109,23 @@ def check_evicting(config: ByteSizes) -> None:
         )
 
 
+def check_compressed(config: ByteSizes) -> None:
+    """Raises ValueError if blocks do not hold whole entries of layers that compress."""
+    for i, layer in enumerate(config.layers):
+        if layer.compress_ratio is None:
+            continue
+        if config.contiguous:
+            raise ValueError(
+                f"CacheConfig.layers[{i}] has compress_ratio={layer.compress_ratio}, and its entries are stored in "
+                'blocks of its row: leave layout="contiguous" out.'
+            )
+        if config.block_size % layer.compress_ratio:
+            raise ValueError(
+                f"CacheConfig.block_size={config.block_size} holds no whole entries of layer {i}, which has "
+                f"compress_ratio={layer.compress_ratio}: choose a multiple of it, or leave block_size out."
+            )
+
+
 def check_indices(config: ByteSizes) -> None:
     """Raises ValueError if an int32 cannot count the blocks, or the entries of a table."""
     pairs = zip(config.groups, config.group_blocks, strict=True)

@@ -14,7 +14,7 @@ from jaxkv._core.config.validation import flag, integer, read_list, refuse_unkno
 from pallas_kernels.common.quantization import FORMATS, StorageFormat
 
 STATE_DTYPES = ("float32", "bfloat16", "float16")
-OPTIONAL_SIZES = ("window", "rank", "chunk", "sink_tokens", "v_head_dim", "index_dim")
+OPTIONAL_SIZES = ("window", "rank", "chunk", "sink_tokens", "v_head_dim", "index_dim", "compress_ratio")
 # What vLLM, TensorRT-LLM and PyTorch call these formats.
 ELSEWHERE = {
     "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
@@ -106,6 +106,10 @@ class LayerConfig:
         to (DeepSeek sparse attention, https://arxiv.org/abs/2512.02556): see `write_index` and `jaxkv.scores.indexer`.
         Index keys are stored in the layer's format, in int8 if that has four bits, with one scale a token. Not with
         `evict="head"`.
+      compress_ratio: the layer stores one entry for so many tokens, as DeepSeek-V4's compressed layers do
+        (https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro/blob/main/DeepSeek_V4.pdf): `jaxkv.compress` stores the
+        entries that a step completes, and a token sees those whose tokens lie behind it, its own included. Keys, values
+        and index keys are then an entry's. Not with `window`, `chunk`, `evict`, `bounds` or `shares_with`.
       states: for a layer that keeps a state instead of keys and values, its arrays; see `recurrent`.
       is_residual: whether the layer holds the newest tokens of a quantized one. `CacheConfig` makes such layers, by its
         `residual_length`; models do not name them.
@@ -128,6 +132,7 @@ class LayerConfig:
     states: tuple[StateArray, ...] | None = None
     v_head_dim: int | None = None
     index_dim: int | None = None
+    compress_ratio: int | None = None
     is_residual: bool = False
 
     @functools.cached_property
@@ -173,6 +178,10 @@ class LayerConfig:
                 'LayerConfig.index_dim is of keys that belong to no head, and with evict="head" a block holds one: '
                 'choose evict="layer", or leave index_dim out.'
             )
+        if self.compress_ratio == 1:
+            object.__setattr__(self, "compress_ratio", None)
+        if self.compress_ratio is not None:
+            self._check_compressed(self.compress_ratio)
         if self.rank is not None and self.evict == "head":
             raise ValueError('A latent layer has no heads to evict by: give it evict="layer".')
         if self.rank is not None and (self.num_kv_heads != 1 or self.rank > self.head_dim):
@@ -200,7 +209,7 @@ class LayerConfig:
         Args:
           rank: entries of a token that all heads' keys and values are made from.
           rope_dim: entries of the key that carry positions, shared by all heads; 0: keys and values are the same.
-          **fields: `window`, `dtype`, `bounds`, `index_dim` and `shares_with`.
+          **fields: `window`, `dtype`, `bounds`, `index_dim`, `compress_ratio` and `shares_with`.
 
         From DeepSeek-V2 (https://arxiv.org/abs/2405.04434).
 
@@ -252,9 +261,22 @@ class LayerConfig:
                     f"{field.name}={show(getattr(self, field.name))} out."
                 )
 
+    def _check_compressed(self, ratio: int) -> None:
+        for name in ("window", "chunk", "evict", "shares_with", "bounds"):
+            if (value := getattr(self, name)) is not None and value is not False:
+                raise ValueError(
+                    f"LayerConfig.compress_ratio={ratio} makes a layer of entries, which stay as long as their row, "
+                    f"and does not go with {name}={value!r}: leave one out."
+                )
+
+    def count_entries(self, tokens: Any) -> Any:
+        """Returns how many keys the layer stores of so many first tokens of a row (int or array)."""
+        return tokens if self.compress_ratio is None else tokens // self.compress_ratio
+
     def keeps_quantized(self, dtype: Any) -> bool:
-        """Tells whether the layer stores keys and values of its own, and quantized, in a cache of `dtype`."""
-        if self.is_recurrent or self.shares_with is not None:
+        """Tells whether the layer stores keys and values of its own, of each token, and quantized, in a cache of
+        `dtype`."""
+        if self.is_recurrent or self.shares_with is not None or self.compress_ratio is not None:
             return False
         return kind_of(self.dtype or dtype, "dtype").is_quantized
 

@@ -52,8 +52,19 @@ def refuse_index(config: CacheConfig, what: str) -> None:
             )
 
 
+def refuse_entries(config: CacheConfig, what: str) -> None:
+    """Raises ValueError if a layer stores entries of several tokens, for a function of tokens."""
+    for i, layer in enumerate(config.layers):
+        if layer.compress_ratio is not None:
+            raise ValueError(
+                f"{what} no layers with compress_ratio, but layer {i} has it, and stores entries of "
+                f"{layer.compress_ratio} tokens: leave it out."
+            )
+
+
 def refuse_gaps(config: CacheConfig, what: str, kinds: tuple[str, ...] = ("layer", "head")) -> None:
-    """Calls `refuse_evicting` and `refuse_sink_tokens`, for a function that assumes rows without gaps."""
+    """Raises ValueError if not all layers store one token after another, for a function that assumes it."""
+    refuse_entries(config, what)
     refuse_states(config, what)
     refuse_evicting(config, what, kinds)
     refuse_sink_tokens(config, what)

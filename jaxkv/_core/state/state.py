@@ -210,10 +210,11 @@ class Layer:
 
     @property
     def held(self) -> jax.Array:
-        """`i32[S]`: tokens that the layer holds of each row; `i32[S, K]` if the layer evicts by heads."""
+        """`i32[S]`: tokens that the layer holds of each row, with `compress_ratio` entries; `i32[S, K]` if the layer
+        evicts by heads."""
         check_living("layer", self.tables.lengths)
         heads = self.config.group_heads[self.group]
-        lengths = self.tables.lengths
+        lengths = self.layer_config.count_entries(self.tables.lengths)
         return lengths if self.config.group_evicts[self.group] != "head" else lengths.reshape(heads, -1).T
 
     @property

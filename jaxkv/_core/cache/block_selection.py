@@ -112,6 +112,11 @@ def find_tables(cache: Any, layer: int) -> BlockTables:
             f'In layer {layer}, with evict="head", each head has blocks of its own, and none can be chosen for all: '
             'make the layer with evict="layer", or without.'
         )
+    if (ratio := cache.config.layer_config(layer).compress_ratio) is not None:
+        raise ValueError(
+            f"Layer {layer} stores entries of {ratio} tokens, and its blocks cannot be chosen by tokens: choose "
+            "entries by jaxkv.scores.indexer."
+        )
     return cache.layer(layer).tables
 
 
