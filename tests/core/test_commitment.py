@@ -102,8 +102,8 @@ OTHERS = {
     "merge_attention", "Model", "partition_specs", "plan_step", "positions", "right_align", "save", "stats",
     "snapshots",
     "receive",  # puts rows as `load(into=)` does; it needs a process that sends them
-    # Tried below, for they need layers that keep a state.
-    "causal_conv", "gated_delta_rule", "read_states", "state_space", "write_states",
+    # Tried below, for they need layers that keep a state, or entries.
+    "causal_conv", "compress", "gated_delta_rule", "read_states", "state_space", "write_states",
 }  # fmt: skip
 
 MOVES = ["load", "send", "swap_in", "swap_in compiled", "swap_out", "PrefixCache, host"]
@@ -170,6 +170,17 @@ def test_states_stay_where_they_are(is_committed):
     written = jaxkv.write_states(cache, jaxkv.read_states(cache, layer=1), layer=1)
     for found in (conv, delta, space, written):
         assert {x.committed for x in jax.tree.leaves(found)} == {is_committed}
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_entries_stay_where_they_are(is_committed):
+    layers = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, compress_ratio=2), LAYERS[0].replace(evict=None, window=2))
+    cache = jaxkv.init(jaxkv.CacheConfig(layers=layers, max_seqs=3, max_seq_len=64, num_blocks=32, dtype="float32"))
+    cache = jaxkv.extend(jax.device_put(cache, jax.devices()[0]) if is_committed else cache, [2, 2, 0])
+    found = jaxkv.compress(
+        cache, lambda k, v, *_: (k[:, 0], v[:, 0]), layer=0, inputs=1, step=jaxkv.plan_step(cache, (3, 2))
+    )
+    assert {x.committed for x in jax.tree.leaves(found)} == {is_committed}
 
 
 def test_caches_on_other_devices_stay_where_they_are(tmp_path):

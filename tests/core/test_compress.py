@@ -43,7 +43,7 @@ def weigh(k, gate, is_token, position, *, is_latent=False):
     gate = jnp.where(is_token[..., None, None], gate, -jnp.inf)
     key = jnp.sum(jnp.where(is_token[..., None, None], k, 0) * jax.nn.softmax(gate, axis=1), axis=1)
     key = key + position[:, None, None] / 64
-    return (key, None) if is_latent else (key, 2 * key, key[:, 0, :INDEX])
+    return (key, None) if is_latent else (key, 2 * key, key.mean(axis=1)[:, :INDEX])
 
 
 def find_entries(row, length, layer, tokens=None):
@@ -282,6 +282,70 @@ def test_chosen_entries(counts):
             at += 1
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_over_two_devices(heads, kind):
+    """Heads are divided among them, or each has the only one."""
+    axis_type = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2], axis_types=(axis_type,))
+    layers = (*(x.replace(num_kv_heads=heads) for x in LAYERS[:3]), *LAYERS[3:])
+    with jax.set_mesh(mesh):
+        config = make_cache(layers).config
+        cache, alone = jaxkv.init(config, mesh=mesh), jaxkv.init(config)
+        k, gate = (np.repeat(x[:, :33], heads, axis=2) for x in draw_tokens())
+        for _ in range(2):
+            cache, alone = (jax.jit(add_by_heads)(x, k[:, :17], gate[:, :17]) for x in (cache, alone))
+        for layer in PAIRS:
+            for row in range(ROWS):
+                found, wanted = (jaxkv.gather(x, row, layer=layer, max_len=8) for x in (cache, alone))
+                for one, other in zip(found, wanted, strict=True):
+                    np.testing.assert_allclose(one, other, atol=1e-6)
+        q = np.ones((ROWS, 17, 4, WIDTH), np.float32)
+        for layer in PAIRS:
+            found, wanted = (
+                jax.jit(functools.partial(jaxkv.attend, layer=layer, scale=0.3))(q, x) for x in (cache, alone)
+            )
+            np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def add_by_heads(cache, k, gate):
+    cache = jaxkv.extend(cache, [17, 16, 9])
+    step = jaxkv.plan_step(cache, k.shape[:-2])
+    for layer, inputs in PAIRS.items():
+        own = [x[:, :, : cache.config.layers[inputs].num_kv_heads] for x in (k, gate)]
+        cache = jaxkv.write(cache, *own, layer=inputs, step=step)
+        function = functools.partial(weigh, is_latent=layer == 4)
+        cache = jaxkv.compress(cache, function, layer=layer, inputs=inputs, step=step)
+    return cache
+
+
+def test_caches_of_their_own_rows_on_each_device():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    config = make_cache(max_seqs=2, num_blocks=24).config
+    shards = jaxkv.init(config, mesh=mesh, rows="data")
+    k, gate = (x[:2, :9] for x in draw_tokens())
+    shards = jaxkv.by_rows(add_nine)(shards, k, gate)
+    alone = add_nine(jaxkv.init(config), k, gate)
+    for row, cache in enumerate(shards.shards):
+        np.testing.assert_allclose(*(jaxkv.gather(x, at, layer=1)[0] for x, at in ((cache, 0), (alone, row))))
+
+
+def add_nine(cache, k, gate):
+    return add(cache, k, gate, jnp.full(k.shape[0], 9, jnp.int32))
+
+
+def test_one_program_for_all_steps_that_copies_no_pool():
+    cache = make_cache(num_blocks=4000)
+    x = jnp.ones((ROWS, 1, 1, WIDTH))
+    step = jax.jit(add, donate_argnums=0)
+    memory = step.lower(cache, x, x, jnp.ones(ROWS, jnp.int32)).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= cache.config.bytes
+    assert memory.temp_size_in_bytes < cache.config.bytes / 20
+    for _ in range(40):
+        cache = step(cache, x, x, jnp.ones(ROWS, jnp.int32))
+    assert step._cache_size() == 1 and int(cache.layer(1).held[0]) == 10
+
+
 BAD_LAYERS = {
     "0": (dict(compress_ratio=0), "at least 1"),
     "True": (dict(compress_ratio=True), "compress_ratio must be"),
@@ -362,7 +426,7 @@ BAD_CALLS = {
     ),
     "block_bounds": (lambda cache, **_: jaxkv.block_bounds(cache, layer=1), "stores entries of 4 tokens"),
     "scores": (lambda cache, **_: jaxkv.scores.knorm(cache, layer=1), "stores entries of 4 tokens"),
-    "to_flax": (lambda cache, **_: jaxkv.convert.to_flax(cache, {}), "no layers with compress_ratio"),
+    "to_flax": (lambda cache, **_: jaxkv.convert.to_flax(make_cache(LAYERS[:4]), {}), "no layers with compress_ratio"),
     "no step": (lambda cache, **named: jaxkv.compress(cache, mean, **named | {"step": None}), "needs the plan"),
     "no layer": (lambda cache, **named: jaxkv.compress(cache, mean, **named | {"layer": 9}), "from 0 to 5"),
     "a layer of tokens": (lambda cache, **named: jaxkv.compress(cache, mean, **named | {"layer": 0}), "stores tokens"),

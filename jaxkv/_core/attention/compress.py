@@ -134,7 +134,7 @@ def _compute(compressor: Compressor, source: Layer, entry: Tokens, ratio: int) -
         shapes = jax.eval_shape(compute, some)
 
         def skip(_: Tokens) -> tuple:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), shapes)
 
         return jax.lax.cond(jnp.any(some.valid), compute, skip, some)
 
