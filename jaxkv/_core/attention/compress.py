@@ -119,8 +119,8 @@ def _compute(compressor: Compressor, source: Layer, entry: Tokens, ratio: int) -
     """Computes entries, as many at a time as `MOST_BYTES` of inputs are for, and none where there are no more."""
     config = source.layer_config
     assert config.window is not None
-    one = jax.eval_shape(lambda: _read(source, jax.tree.map(lambda x: x[:1], entry), ratio))
-    size = sum(x.size * x.dtype.itemsize for x in one[:2] if x is not None)
+    shapes = jax.eval_shape(lambda: _read(source, jax.tree.map(lambda x: x[:1], entry), ratio))
+    size = sum(x.size * x.dtype.itemsize for x in shapes[:2] if x is not None)
     count = entry.row.shape[0]
     at_once = max(1, min(count, MOST_BYTES // size))
     turns = -(-count // at_once)
