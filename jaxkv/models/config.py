@@ -9,6 +9,7 @@ from jaxkv._core.config.layer_groups import find_period
 from jaxkv._core.config.validation import integer, real, show
 from jaxkv.models.blocks.part_configs import (
     CompressedConfig as CompressedConfig,
+    CompressorConfig as CompressorConfig,
     ExpertsConfig as ExpertsConfig,
     HyperConfig as HyperConfig,
     IndexConfig as IndexConfig,
@@ -233,7 +234,10 @@ class DecoderConfig:
 
     def _check_compressed(self) -> None:
         own = self.compressed
+        compressors = [block.compressor for block in self.blocks if block.compressor is not None]
         if own is None:
+            if compressors:
+                raise ValueError("Blocks with a compressor need compressed=, the config of their attention.")
             return
         if wrong := [layer for layer in self.attention_layers if layer.rank != layer.head_dim]:
             raise ValueError(
@@ -245,9 +249,15 @@ class DecoderConfig:
                 f"{self.num_heads} query heads cannot lie in {own.out_groups} groups, or {own.rope_dim} entries of "
                 f"{self.head_dim} be rotated: out_groups must divide num_heads, and rope_dim be at most head_dim."
             )
+        for index in (found.index for found in compressors):
+            if index is not None and index.dim < own.rope_dim:
+                raise ValueError(
+                    f"index.dim must be at least rope_dim, {own.rope_dim}, as so many entries of it rotate, not "
+                    f"{index.dim}."
+                )
 
     def _check_index(self) -> None:
-        widths = [layer.index_dim for layer in self.layers]
+        widths = [layer.index_dim for layer in self.attention_layers]
         if self.index is None:
             if any(width is not None for width in widths):
                 raise ValueError("Layers with index_dim need index=, the config of their indexers.")
@@ -298,8 +308,9 @@ class DecoderConfig:
 
     @property
     def attention_layers(self) -> tuple[LayerConfig, ...]:
-        """The layers that keep keys and values."""
-        return tuple(layer for layer in self.layers if not layer.is_recurrent)
+        """The layers of attention, without those of entries of several tokens beside it."""
+        blocks = (i for i in range(self.num_layers) if self.block(i).attention)
+        return tuple(self.layers[self.first_layer(i)] for i in blocks)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

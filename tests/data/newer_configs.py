@@ -188,23 +188,25 @@ OLD_FORMS = {
 }  # fmt: skip
 # DeepSeek V4, whose published files say in other fields which layers compress tokens and choose experts by them.
 COMPRESS_RATES = dict(compressed_sparse_attention=4, heavily_compressed_attention=8)
+COMPRESSING = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+               "compressed_sparse_attention"]  # fmt: skip
 ROPES = dict(main=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
              compress=YARN | dict(partial_rotary_factor=0.5, attention_factor=1.0))  # fmt: skip
 FIXTURES |= {
     "deepseek_v4": transformers.DeepseekV4Config(
         **{name: value for name, value in NO_WIDTH.items() if name != "num_key_value_heads"} | UNTIED | dict(
-            num_hidden_layers=3
+            num_hidden_layers=4
         ), moe_intermediate_size=16, q_lora_rank=12, o_groups=2, o_lora_rank=8, n_routed_experts=6,
         num_experts_per_tok=2, routed_scaling_factor=1.5, swiglu_limit=0.5, sliding_window=8, hc_mult=3,
-        hc_sinkhorn_iters=3, hc_eps=1e-4, layer_types=["sliding_attention"] * 3,
-        mlp_layer_types=["hash_moe", "moe", "moe"], compress_rates=COMPRESS_RATES, partial_rotary_factor=0.5,
-        index_n_heads=2, index_head_dim=16, index_topk=2, rope_parameters=ROPES,
+        hc_sinkhorn_iters=3, hc_eps=1e-4, layer_types=COMPRESSING,
+        mlp_layer_types=["hash_moe", "moe", "moe", "moe"], compress_rates=COMPRESS_RATES, partial_rotary_factor=0.5,
+        index_n_heads=8, index_head_dim=16, index_topk=2, rope_parameters=ROPES,
     ),
 }  # fmt: skip
 OLD_FORMS |= {
     "deepseek_v4": (
         ["rope_parameters", "layer_types", "mlp_layer_types", "compress_rates", "partial_rotary_factor"],
-        dict(rope_theta=100.0, compress_rope_theta=500.0, rope_scaling=OLD_YARN, compress_ratios=[0] * 4,
+        dict(rope_theta=100.0, compress_rope_theta=500.0, rope_scaling=OLD_YARN, compress_ratios=[0, 4, 128, 4, 0],
              compress_rate_csa=4, compress_rate_hca=8, num_hash_layers=1, qk_rope_head_dim=8, topk_method="noaux_tc",
              num_nextn_predict_layers=1),
     ),

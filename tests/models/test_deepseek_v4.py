@@ -19,7 +19,7 @@ from jaxkv import LayerConfig, models
 from jaxkv._files import safetensors
 from jaxkv.models import Decoder
 from jaxkv.models.blocks.hyper import make_doubly_stochastic
-from jaxkv.models.blocks.part_configs import CompressedConfig, HyperConfig
+from jaxkv.models.blocks.part_configs import CompressedConfig, CompressorConfig, HyperConfig, IndexConfig
 from jaxkv.models.checkpoint_formats import dequantize
 from jaxkv.models.config_fields import Fields
 from jaxkv.models.experts import TokenTable
@@ -169,7 +169,7 @@ def test_the_table_of_experts(tmp_path):
 
 
 def test_every_parameter_has_a_gradient():
-    """Through a cache the same as densely; the table has none."""
+    """Through a cache the same as densely; the table has none, and a choice of entries passes none on."""
     model = models.load(FOLDER, scan=False)
 
     def loss(model, cache=None):
@@ -180,8 +180,8 @@ def test_every_parameter_has_a_gradient():
     assert not any("expert_ids" in path for path, _ in found)
     for path, x in found:
         assert bool(jnp.isfinite(x[...]).all()), path
-        assert float(jnp.abs(x[...]).max()) > 0 or path[-1] == "choice_bias", path
-    config = jaxkv.CacheConfig.from_model(model, max_seqs=1, max_seq_len=32, block_size=4)
+        assert (float(jnp.abs(x[...]).max()) > 0) != (path[-1] == "choice_bias" or "indexer" in path), path
+    config = jaxkv.CacheConfig.from_model(model, max_seqs=1, max_seq_len=32, block_size=8)
     cache = jaxkv.extend(jaxkv.init(config), [TOKENS.size])
     paged = nnx.to_flat_state(jax.jit(nnx.grad(loss))(model, cache))
     for (path, x), (_, wanted) in zip(paged, found, strict=True):
@@ -190,10 +190,13 @@ def test_every_parameter_has_a_gradient():
 
 @pytest.mark.parametrize("scan", ["stacked", "apart"])
 def test_layers_in_a_scan(scan, tmp_path):
-    """Two periods, each of a layer whose experts a table names, and of another."""
+    """Two periods, each of a layer whose experts a table names, and of one that compresses its tokens."""
+    window, sparse, heavy, _ = (block.compressor for block in load().config.blocks)
+    blocks = (BlockConfig(hash_experts=True, compressor=heavy), BlockConfig(compressor=sparse)) * 2
+    assert window is None
     config = dataclasses.replace(
-        load().config, blocks=(BlockConfig(hash_experts=True), BlockConfig()) * 2, layers=load().config.layers[:1] * 4,
-        ropes=load().config.ropes[:1] * 4, expert_layers=(True,) * 4,
+        load().config, blocks=blocks, ropes=load().config.ropes[1:2] * 4,
+        layers=tuple(layer for block in blocks for layer in block.layers(load().config.layers[0])),
     )  # fmt: skip
     random = np.random.default_rng(0)
     model = Decoder(config, rngs=nnx.Rngs(0))
@@ -205,7 +208,7 @@ def test_layers_in_a_scan(scan, tmp_path):
     wanted = dense(plain, TOKENS)
     np.testing.assert_allclose(dense(scanned, TOKENS), wanted, rtol=1e-4, atol=1e-4)
     step = jax.jit(lambda model, tokens, cache: model(tokens, cache=jaxkv.extend(cache, [10])))
-    cache = jaxkv.init(jaxkv.CacheConfig.from_model(scanned, max_seqs=1, max_seq_len=32, block_size=4))
+    cache = jaxkv.init(jaxkv.CacheConfig.from_model(scanned, max_seqs=1, max_seq_len=32, block_size=8))
     for half in (0, 10) if NIGHTLY or scan == "apart" else (0,):
         logits, cache = step(scanned, TOKENS[:, half : half + 10], cache)
         np.testing.assert_allclose(logits, wanted[:, half : half + 10], rtol=1e-4, atol=1e-4)
@@ -223,10 +226,17 @@ def test_over_two_devices():
 
 
 def test_a_cache_holds_a_token_once():
-    layers = load().layer_configs
-    assert layers == (LayerConfig.latent(16, 0, window=8),) * 3
-    cache = jaxkv.init(jaxkv.CacheConfig.from_model(load(), max_seqs=1, max_seq_len=32, num_blocks=8, block_size=4))
-    assert cache.bytes == 3 * 9 * 4 * 16 * 4  # of three layers 8 blocks and the null block, of 4 tokens
+    """And entries of 4 and of 8, and their inputs in windows as long as an entry's."""
+    near, sparse = LayerConfig.latent(16, 0, window=8), LayerConfig.latent(16, 0, compress_ratio=4, index_dim=16)
+    inputs = [LayerConfig(num_kv_heads=1, head_dim=n, window=8, dtype="float32") for n in (2 * (16 + 16), 16)]
+    heavy = LayerConfig.latent(16, 0, compress_ratio=8)
+    of_sparse = (near, sparse, inputs[0])
+    assert load().layer_configs == (near, *of_sparse, near, heavy, inputs[1], *of_sparse)
+    cache = jaxkv.init(jaxkv.CacheConfig.from_model(load(), max_seqs=1, max_seq_len=32, num_blocks=8))
+    assert cache.config.block_size == 16
+    numbers = [cache.config.bytes_per_layer_block(i) // 4 for i in range(4)]
+    assert numbers == [16 * 16, 16 * 16, 16 // 4 * (16 + 16), 16 * 2 * 64]
+    assert cache.config.bytes_per_layer_block(5) == 16 // 8 * 16 * 4
 
 
 def test_a_matrix_becomes_doubly_stochastic():
@@ -248,7 +258,9 @@ def test_heads_are_rotated_back(interleaved, share):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (dict(layers=(LayerConfig(num_kv_heads=1, head_dim=16),) * 3), "whose rank is their head_dim"),
+        (dict(layers=(LayerConfig(num_kv_heads=1, head_dim=16),) * 10), "whose rank is their head_dim"),
+        (dict(layers=load().layer_configs[:9]), "blocks have 10 layers, but layers 9"),
+        (dict(compressed=None), "need compressed=, the config of their attention"),
         (
             dict(compressed=CompressedConfig(rope_dim=8, query_rank=4, out_groups=3, out_rank=2)),
             "cannot lie in 3 groups",
@@ -261,6 +273,15 @@ def test_heads_are_rotated_back(interleaved, share):
 def test_what_does_not_go_together(change, says):
     with pytest.raises(ValueError, match=says):
         dataclasses.replace(load().config, **change)
+    with pytest.raises(
+        ValueError, match=r"index\.dim must be at least rope_dim, 8, as so many entries of it rotate, not 4"
+    ):
+        blocks = list(load().config.blocks)
+        narrow = CompressorConfig(ratio=4, overlaps=2, index=IndexConfig(heads=1, dim=4, top_k=2))
+        blocks[1] = dataclasses.replace(blocks[1], compressor=narrow)
+        dataclasses.replace(load().config, blocks=tuple(blocks))
+    with pytest.raises(ValueError, match="overlaps must be"):
+        CompressorConfig(ratio=4, overlaps=3)
     with pytest.raises(ValueError, match="rope_dim must be even"):
         CompressedConfig(rope_dim=3, query_rank=4, out_groups=2, out_rank=2)
     with pytest.raises(ValueError, match="count must be at least 2"):

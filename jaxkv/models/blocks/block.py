@@ -84,7 +84,8 @@ class Block(nnx.Module):
         self, inputs: tuple, cache: Cache | None, layers: Sequence[Any], step: Step | None, deterministic: bool = False
     ) -> tuple:
         found = []
-        for part, given, layer in zip(self.parts, inputs, layers, strict=True):
+        own = layers if len(layers) == len(self.parts) else [layers[: len(layers) - len(self.parts) + 1], *layers[-1:]]
+        for part, given, layer in zip(self.parts, inputs, own[: len(self.parts)], strict=True):
             y, cache = part.attend(given, cache, layer, step, deterministic)
             found.append(y)
         return tuple(found), cache
@@ -144,7 +145,7 @@ def make_attention(
     if config.latent is not None:
         return LatentAttention(config, config.latent, rope, dtype, rngs, kept.index_dim is not None)
     if config.compressed is not None:
-        return CompressedAttention(config, config.compressed, kept, rope, dtype, rngs)
+        return CompressedAttention(config, config.compressed, own.compressor, kept, rope, dtype, rngs)
     by, activation = config.attention_gate_by, config.attention_gate_activation
     kind: Any = functools.partial(GatedAttention, by=by, activation=activation) if config.attention_gate else Attention
     if config.value_norm or kept.shares_with is not None or own.values_are_keys:

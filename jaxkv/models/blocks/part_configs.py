@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import integer, real, show
 
 Shapes = dict[tuple[str, ...], tuple[int, ...] | None]  # by path as in a `Decoder`; None: there is no such parameter
@@ -78,6 +79,58 @@ class CompressedConfig:
             ("key_down",): (head_dim, width), ("key_norm",): (head_dim,), ("sinks",): (heads,),
             ("out_down",): (self.out_groups, self.out_rank, heads // self.out_groups * head_dim),
             ("out_up",): (width, self.out_dim),
+        }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompressorConfig:
+    """Entries of several tokens each, which a block with `compressed` attends to beside its window.
+
+    Fields:
+      ratio: tokens of an entry.
+      overlaps: 2: an entry is made of the tokens of the one before, too; 1: of its own alone.
+      index: the indexer by which a token chooses its entries; None: it attends to all.
+
+    >>> CompressorConfig(ratio=4, overlaps=2).window
+    8
+    """
+
+    ratio: int
+    overlaps: int = 1
+    index: "IndexConfig | None" = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "ratio", integer("ratio", self.ratio, least=2))
+        object.__setattr__(self, "overlaps", integer("overlaps", self.overlaps, least=1, most=2))
+
+    @property
+    def window(self) -> int:
+        """Tokens that an entry is made of."""
+        return self.overlaps * self.ratio
+
+    def layers(self, attention: LayerConfig) -> tuple[LayerConfig, LayerConfig]:
+        """Returns the layers of a cache for the entries of a block, and for what they are made of."""
+        index_dim = None if self.index is None else self.index.dim
+        entries = attention.replace(window=None, compress_ratio=self.ratio, index_dim=index_dim)
+        width = self.overlaps * (attention.head_dim + (index_dim or 0))
+        return entries, LayerConfig(num_kv_heads=1, head_dim=width, window=self.window, dtype="float32")
+
+    def shapes(self, width: int, head_dim: int, query_rank: int) -> "Shapes":
+        """Returns the shapes of the parameters of a compressor, and of an indexer, in a residual stream of a width."""
+        index = self.index
+        found = {("compressor", *path): shape for path, shape in self._compressor(width, head_dim).items()}
+        if index is not None:
+            compressor = self._compressor(width, index.dim)
+            found |= {("indexer", "compressor", *path): shape for path, shape in compressor.items()}
+            found[("indexer", "query")] = (index.heads, index.dim, query_rank)
+            found[("indexer", "weights")] = (index.heads, width)
+        return found
+
+    def _compressor(self, width: int, dim: int) -> "Shapes":
+        both = self.overlaps * dim
+        return {
+            ("key",): (both, width), ("gate",): (both, width), ("norm",): (dim,),
+            ("position_bias",): (self.ratio, both),
         }  # fmt: skip
 
 

@@ -90,8 +90,12 @@ def _find_attention(config: DecoderConfig) -> Callable[[DecoderConfig, int], Sha
 
 
 def _compressed_shapes(config: DecoderConfig, layer: int) -> Shapes:
-    assert config.compressed is not None
-    return config.compressed.shapes(config.embed_dim, config.num_heads, config.layers[layer].head_dim)
+    own, compressor = config.compressed, config.block(layer).compressor
+    assert own is not None
+    shapes = own.shapes(config.embed_dim, config.num_heads, config.head_dim)
+    return (
+        shapes if compressor is None else shapes | compressor.shapes(config.embed_dim, config.head_dim, own.query_rank)
+    )
 
 
 def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxkv.models.config import CompressedConfig, DecoderConfig
+from jaxkv.models.config import CompressedConfig, CompressorConfig, DecoderConfig, IndexConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, SLIDING, Fields
-from jaxkv.models.families.family import read_layer_kinds
+from jaxkv.models.families.family import make_part, read_layer_kinds
 from jaxkv.models.rope import Rope
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
@@ -53,15 +53,17 @@ def read_ropes(fields: Fields, max_seq_len: int, head_dim: int, rope_dim: int) -
     return ropes
 
 
-def read_layers(fields: Fields, num_layers: int) -> list[str]:
-    """Reads the layers' kinds: by name, or in published files by a number, behind which stand those of other layers."""
+def read_layers(fields: Fields, num_layers: int) -> list[CompressorConfig | None]:
+    """Reads what compresses tokens in each layer; None: nothing. Kinds of layers are written by name, or in published
+    files by a number, behind which stand those of other layers."""
     rates, ratios = fields.take("compress_rates", None), fields.take("compress_ratios", None)
     given = fields.nest({} if rates is None else rates, "compress_rates")
-    for kind, (old_name, rate) in RATES.items():
-        given.size(kind, fields.size(old_name, rate))
+    found = {kind: given.size(kind, fields.size(name, rate, least=2), least=2) for kind, (name, rate) in RATES.items()}
     given.finish()
-    for name, size in (("index_n_heads", 64), ("index_head_dim", 128), ("index_topk", 512)):
-        fields.size(name, size, most=MOST_DIM)
+    index = make_part(
+        IndexConfig, "indexers", fields, heads=fields.size("index_n_heads", 64, most=MOST_HEADS),
+        dim=fields.size("index_head_dim", 128, most=MOST_DIM), top_k=fields.size("index_topk", 512, most=MOST_DIM),
+    )  # fmt: skip
     default = ([HEAVY] * 2 + [HEAVY, SPARSE] * num_layers)[:num_layers]
     if ratios is not None:
         own = ratios[:num_layers] if isinstance(ratios, list) else []
@@ -69,20 +71,31 @@ def read_layers(fields: Fields, num_layers: int) -> list[str]:
             raise fields.refuse("compress_ratios", ratios, f"0, 4 or 128 for each of the {num_layers} layers")
         default = [KINDS[x] for x in own]
     kinds = read_layer_kinds(fields, "layer_types", default, (SLIDING, SPARSE, HEAVY))
-    if {*kinds} != {SLIDING}:
-        raise fields.refuse("layer_types", kinds, f"{SLIDING} alone: layers that compress tokens are not computed yet")
-    return kinds
+    parts = {
+        SLIDING: None,
+        SPARSE: CompressorConfig(ratio=found[SPARSE], overlaps=2, index=index),
+        HEAVY: CompressorConfig(ratio=found[HEAVY]),
+    }
+    return [parts[kind] for kind in kinds]
 
 
 def render_layers(config: DecoderConfig) -> dict[str, Any]:
     """Writes what `read_attention`, `read_ropes` and `read_layers` read."""
-    own = config.compressed
+    own, compressors = config.compressed, [config.block(i).compressor for i in range(config.num_layers)]
     assert own is not None
-    kinds, share = [SLIDING] * config.num_layers, {PARTIAL: own.rope_dim / config.head_dim}
+    kinds = [SLIDING if x is None else HEAVY if x.index is None else SPARSE for x in compressors]
+    rates = {kind: x.ratio for kind, x in zip(kinds, compressors, strict=True) if x is not None}
+    index, share = (
+        next((x.index for x in compressors if x and x.index), None),
+        {PARTIAL: own.rope_dim / config.head_dim},
+    )
     ropes = {MAIN: Rope(interleaved=True), COMPRESS: Rope(theta=16e4, interleaved=True)}
     ropes |= {MAIN if kind == SLIDING else COMPRESS: rope for kind, rope in zip(kinds, config.ropes, strict=True)}
     return share | {
         "q_lora_rank": own.query_rank, "o_groups": own.out_groups, "o_lora_rank": own.out_rank,
         "sliding_window": config.windows[0], "layer_types": kinds,
+        "compress_rates": {kind: rates.get(kind, rate) for kind, (_, rate) in RATES.items()},
         "rope_parameters": {label: render_rope(rope) | share for label, rope in ropes.items()},
-    }  # fmt: skip
+    } | ({} if index is None else {
+        "index_n_heads": index.heads, "index_head_dim": index.dim, "index_topk": index.top_k,
+    })  # fmt: skip

@@ -5,8 +5,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv.models.families.family import AsStored
+
 CONNECTION = {"mix": "fn", "base": "base", "scale": "scale"}
-TENSORS: dict[str, str] = {
+COMPRESSORS = ("compressor", "indexer.compressor")
+TENSORS: dict[str, Any] = {
     "head": "head.weight",
     **{f"streams.{name}": f"model.hc_head.hc_{stored}" for name, stored in CONNECTION.items()},
     **{f"attention_connection.{name}": f"hc_attn_{stored}" for name, stored in CONNECTION.items()},
@@ -21,6 +24,11 @@ TENSORS: dict[str, str] = {
     "attention.sinks": "attn.attn_sink",
     "attention.out_down": "attn.wo_a.weight",
     "attention.out_up": "attn.wo_b.weight",
+    **{f"attention.{own}.{name}": f"attn.{own}.{stored}.weight"
+       for own in COMPRESSORS for name, stored in {"key": "wkv", "gate": "wgate", "norm": "norm"}.items()},
+    **{f"attention.{own}.position_bias": AsStored(f"attn.{own}.ape") for own in COMPRESSORS},
+    "attention.indexer.query": "attn.indexer.wq_b.weight",
+    "attention.indexer.weights": "attn.indexer.weights_proj.weight",
     "experts.router": "ffn.gate.weight",
     "experts.choice_bias": "ffn.gate.bias",
     "experts.expert_ids": "ffn.gate.tid2eid",

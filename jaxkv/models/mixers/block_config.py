@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import flag, integer, real, show
+from jaxkv.models.blocks.part_configs import CompressorConfig
 from pallas_kernels.common.channel_groups import group_channels
 
 Shapes = dict[str, tuple[int, ...] | None]  # of parameters, by name; None: there is no such parameter
@@ -205,6 +206,7 @@ class BlockConfig:
         mixer.
       gate_sparsity: share of the MLP's gates that are 0, were they distributed normally.
       values_are_keys: values are keys before their norm and rotation; there is no projection of values.
+      compressor: of attention to entries of several tokens, beside its window.
       hash_experts: experts are chosen by a table of token ids, and only weighted by their scores.
 
     >>> BlockConfig(mixer=DeltaConfig(key_heads=1, value_heads=1, key_dim=2, value_dim=2, width=2)).attention
@@ -220,6 +222,7 @@ class BlockConfig:
     post_norms: bool | None = None
     gate_sparsity: float = 0.0
     values_are_keys: bool = False
+    compressor: CompressorConfig | None = None
     hash_experts: bool = False
 
     def __post_init__(self):
@@ -230,12 +233,13 @@ class BlockConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers of a cache that the block has: attention's first, then the mixer's."""
-        return int(bool(self.attention)) + int(self.mixer is not None)
+        """Layers of a cache that the block has: attention's first, then those of entries, then the mixer's."""
+        return int(bool(self.attention)) + 2 * int(self.compressor is not None) + int(self.mixer is not None)
 
     def layers(self, attention: LayerConfig, dtype: Any = "float32") -> tuple[LayerConfig, ...]:
         """Returns the block's layers, of which `attention` is attention's."""
         own = (attention,) if self.attention else ()
+        own += () if self.compressor is None else self.compressor.layers(attention)
         return own if self.mixer is None else (*own, self.mixer.layer(dtype))
 
 

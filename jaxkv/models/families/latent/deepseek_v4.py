@@ -1,14 +1,15 @@
 """DeepSeek V4: hyper-connections between all layers, attention to one row a token, experts that tokens choose.
 
-The first layers' experts are those that a table names for each token. Refuses layers that compress tokens
-(`compressed_sparse_attention`, `heavily_compressed_attention`); layers for multi-token prediction are skipped.
+The first layers' experts are those that a table names for each token. Layers have a window, and most of them entries of
+several tokens beside it: of few, of which an indexer chooses (`compressed_sparse_attention`), or of many
+(`heavily_compressed_attention`). Layers for multi-token prediction are skipped.
 """
 
 from typing import Any
 
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv.models.config import DecoderConfig, ExpertsConfig, HyperConfig
-from jaxkv.models.config_fields import MOST_DIM, MOST_HEADS, SLIDING, Fields
+from jaxkv.models.config_fields import MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.deepseek_v4_layers import (
     COMPRESS,
     MAIN,
@@ -48,13 +49,16 @@ def parse(fields: Fields) -> DecoderConfig:
     if heads % compressed.out_groups:
         raise fields.refuse("o_groups", compressed.out_groups, f"a number that divides num_attention_heads, {heads}")
     ropes = read_ropes(fields, common["max_seq_len"], head_dim, compressed.rope_dim)
-    window, kinds = fields.size("sliding_window", 128), read_layers(fields, num_layers)
+    row = LayerConfig.latent(head_dim, 0, window=fields.size("sliding_window", 128))
+    routings, compressors = _read_routing(fields, num_layers), read_layers(fields, num_layers)
+    blocks = tuple(
+        BlockConfig(hash_experts=kind == HASH, compressor=own) for kind, own in zip(routings, compressors, strict=True)
+    )
     fields.size("num_nextn_predict_layers", 1, least=0)  # `name_tensor` skips them
     return DecoderConfig(
         **common, compressed=compressed, sinks=True,
-        layers=(LayerConfig.latent(head_dim, 0, window=window),) * num_layers,
-        ropes=tuple(ropes[MAIN if kind == SLIDING else COMPRESS] for kind in kinds),
-        blocks=tuple(BlockConfig(hash_experts=kind == HASH) for kind in _read_routing(fields, num_layers)),
+        layers=tuple(layer for block in blocks for layer in block.layers(row)), blocks=blocks,
+        ropes=tuple(ropes[MAIN if own is None else COMPRESS] for own in compressors),
         experts=_read_experts(fields, width), expert_layers=(True,) * num_layers,
         streams=make_part(
             HyperConfig, "hyper-connections", fields, count=fields.size("hc_mult", 4, least=2, most=64),
