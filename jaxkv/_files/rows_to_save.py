@@ -1,6 +1,7 @@
 """Collects the tensors to save of rows of a cache, or of a `RowShards`, whose caches are concatenated as one."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +32,8 @@ class RowsToSave:
             check_on_host(shard, "save")
         config, number = self.caches[0].config, len(self.caches)
         size = config.block_size
-        self.block_size = min(CONTIGUOUS_BLOCK, size) if config.contiguous else size
+        least = math.lcm(CONTIGUOUS_BLOCK, config.tokens_of_entries)
+        self.block_size = min(least, size) if config.contiguous else size
         own = [rows[rows // config.max_seqs == i] - i * config.max_seqs for i in range(number)]
         # Maps the order of the caches back to the order of the rows.
         order = np.argsort(np.argsort(rows // config.max_seqs, kind="stable"), kind="stable")

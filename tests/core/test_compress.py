@@ -143,7 +143,10 @@ def test_what_a_row_holds_takes_no_more_bytes():
     assert jaxkv.init(config).bytes == config.bytes
 
 
-@pytest.mark.parametrize("dtype, atol", [("bfloat16", 0.05), ("int8", 0.05), ("float8_e4m3fn", 0.3), ("int4", 0.6)])
+FORMATS = {"bfloat16": 0.05, "int8": 0.05, "float8_e4m3fn": 0.3, "int4": 0.6}
+
+
+@pytest.mark.parametrize("dtype, atol", FORMATS.items() if NIGHTLY else [("int8", 0.05)])
 def test_in_every_format(dtype, atol):
     cache = filled(dtype=dtype)
     assert_held(cache, atol=atol)
@@ -152,6 +155,15 @@ def test_in_every_format(dtype, atol):
 def test_stacked():
     cache = filled(stacked=True)
     assert_held(poison(cache))
+
+
+def test_in_one_block_a_row(tmp_path):
+    """The contiguous layout, whose files have blocks all the same."""
+    cache = filled(layout="contiguous", block_size=None, num_blocks=None)
+    assert_held(poison(cache))
+    jaxkv.save(tmp_path / "rows.safetensors", cache)
+    assert_held(jaxkv.load(tmp_path / "rows.safetensors", into=make_cache(), partial_windows=True))
+    assert_held(give(jaxkv.truncate(cache, [9, 16, 3]), [9, 9, 9]))
 
 
 def test_forks_go_apart():
@@ -163,7 +175,7 @@ def test_forks_go_apart():
     assert_held(cache, tokens=mixed)
 
 
-@pytest.mark.parametrize("length", [32, 31, 28, 26, 25])
+@pytest.mark.parametrize("length", [32, 31, 28, 26, 25] if NIGHTLY else [31, 26])
 def test_rows_go_back_and_on_with_other_tokens(length):
     """An entry that had been completed is made anew."""
     cache = jaxkv.truncate(filled(), [length, 16, 7])
@@ -189,7 +201,7 @@ def test_beams():
     assert_held(give(poison(cache), [5, 9, 9], rows=(1, 0, 0)), of=(1, 0, 0))
 
 
-@pytest.mark.parametrize("length", [33, 32, 24, 39])
+@pytest.mark.parametrize("length", [33, 32, 24, 39] if NIGHTLY else [33, 39])
 def test_prefix_cache(length):
     """What is found goes on as if it had been computed."""
     cache, prefix = make_cache(), None
@@ -213,7 +225,7 @@ def test_to_the_host_and_back():
     assert_held(give(cache, [8, 9, 3], rows=(1, 0, 2)), of=(1, 0, 2))
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 24])
+@pytest.mark.parametrize("block_size", [8, 16, 24] if NIGHTLY else [16])
 def test_files(tmp_path, block_size):
     """Rows go into blocks of another size with their entries."""
     jaxkv.save(tmp_path / "rows.safetensors", filled())
@@ -223,7 +235,7 @@ def test_files(tmp_path, block_size):
     assert_held(give(cache, [9, 9, 9]))
 
 
-@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("block_size", [8, 16] if NIGHTLY else [16])
 def test_sent(block_size):
     cache = jaxkv.send(filled((33, 48, 7)), [1, 0], to=poison(make_cache(block_size=block_size)), at=[0, 1])
     assert_held(give(cache, [9, 9, 0], rows=(1, 0, 2)), of=(1, 0, 2))
@@ -282,8 +294,8 @@ def test_chosen_entries(counts):
             at += 1
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"] if NIGHTLY else ["Explicit"])
+@pytest.mark.parametrize("heads", [1, 2] if NIGHTLY else [2])
 def test_over_two_devices(heads, kind):
     """Heads are divided among them, or each has the only one."""
     axis_type = getattr(jax.sharding.AxisType, kind)
@@ -371,7 +383,10 @@ def test_an_entry_of_a_token_is_a_token():
 
 BAD_CONFIGS: dict = {
     "block_size": (dict(block_size=12), r"holds no whole entries of layer 4, which has compress_ratio=8"),
-    "contiguous": (dict(layout="contiguous", block_size=None, num_blocks=None), "leave layout"),
+    "contiguous": (
+        dict(layout="contiguous", block_size=None, num_blocks=None, max_seq_len=36),
+        "max_seq_len=36 holds no whole entries of layer 4",
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import jax
 import numpy as np
@@ -29,8 +30,13 @@ def step(model, tokens, counts, cache):
     return model(tokens, cache=cache)
 
 
+def block_size_of(model):
+    """Blocks of few tokens, of whole entries in layers that compress."""
+    return math.lcm(4, *(layer.compress_ratio or 1 for layer in model.layer_configs))
+
+
 def new_cache(model, **fields):
-    fields = dict(max_seqs=fixtures.ROWS, max_seq_len=40, num_blocks=60, block_size=4) | fields
+    fields = dict(max_seqs=fixtures.ROWS, max_seq_len=40, num_blocks=60, block_size=block_size_of(model)) | fields
     return jaxkv.init(jaxkv.CacheConfig.from_model(model, **fields))
 
 
@@ -86,9 +92,11 @@ def test_packed_and_paged(name):
 def test_generate(name):
     """Prompts in chunks, with so few blocks that rows are set back and resumed, and one by one: the same tokens."""
     wanted = fixtures.expected(name)
+    model, size = load(name), block_size_of(load(name))
     # Where all layers have a window, rows give blocks back.
-    num_blocks = 11 if None in load(name).config.windows else 7
-    engine = jaxkv.Engine(load(name), max_seqs=8, max_seq_len=40, block_size=4, num_blocks=num_blocks, step_tokens=8)
+    keeps_all = any(x.retention.visible_tokens is None for x in model.layer_configs if not x.is_recurrent)
+    num_blocks = (44 if keeps_all else 28) // size
+    engine = jaxkv.Engine(model, max_seqs=8, max_seq_len=40, block_size=size, num_blocks=num_blocks, step_tokens=8)
     prompts, count = [e.prompt.tolist() for e in wanted], len(wanted[0].tokens)
     outputs = [[] for _ in prompts]
     for index, token in engine.stream(prompts, count):

@@ -16,11 +16,13 @@ from support import fixtures
 
 import jaxkv
 from jaxkv import LayerConfig, models
+from jaxkv._cli.plan.decode_step import attention_work, find_compressors
 from jaxkv._files import safetensors
-from jaxkv.models import Decoder
+from jaxkv.models import Decoder, config_reader
 from jaxkv.models.blocks.hyper import make_doubly_stochastic
 from jaxkv.models.blocks.part_configs import CompressedConfig, CompressorConfig, HyperConfig, IndexConfig
 from jaxkv.models.checkpoint_formats import dequantize
+from jaxkv.models.checkpoints.parameter_counts import count_parameters
 from jaxkv.models.config_fields import Fields
 from jaxkv.models.experts import TokenTable
 from jaxkv.models.families.deepseek_v4_layers import read_ropes
@@ -286,3 +288,23 @@ def test_what_does_not_go_together(change, says):
         CompressedConfig(rope_dim=3, query_rank=4, out_groups=2, out_rank=2)
     with pytest.raises(ValueError, match="count must be at least 2"):
         HyperConfig(count=1)
+
+
+def test_the_published_size():
+    """V4 Flash: as many parameters as its name says, and bytes of a cache that a plan counts."""
+    fields = json.loads((FOLDER / "config.json").read_text())
+    left_out = ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters")
+    small = {name: x for name, x in fields.items() if name in ("model_type", "architectures") and name not in left_out}
+    flash = small | dict(
+        vocab_size=129280, hidden_size=4096, num_hidden_layers=43, num_attention_heads=64, num_key_value_heads=1,
+        compress_ratios=[0, 0, *[4, 128] * 20, 4, 0], num_hash_layers=3, max_position_embeddings=1 << 20,
+    )  # fmt: skip
+    config = config_reader.parse(flash)
+    assert 284e9 < count_parameters(config) < 284.5e9
+    cache = jaxkv.CacheConfig(layers=config.layer_configs, max_seqs=1, max_seq_len=1 << 20, num_blocks=1 << 13)
+    assert cache.block_size == 128 and cache.group_windows == (128, None, 8)
+    assert cache.bytes_per_group_block(1) // 128 == 2 * (21 * (512 + 128) // 4 + 20 * 512 // 128)
+    read, _, scored = attention_work(cache, 1 << 20, None, find_compressors(config))
+    halves = 43 * 128 * 512 + 20 * 2 * 2 * 512 + 21 * (2 * 2 * 2 * 2 * 640 + 512 * 512 + (128 << 18)) + 20 * (512 << 13)
+    assert read == 2 * halves
+    assert scored == 21 * 64 * 128 * (1 << 18)

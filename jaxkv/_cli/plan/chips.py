@@ -81,7 +81,7 @@ KERNEL_BLOCKS: dict[str, dict[str, int]] = {
 
 def reads(platform: str, layer: Any, name: str, block_size: int | None = None) -> bool:
     """Tells whether a platform's kernels read a layer in a format, and in blocks of a size; None: of a fitting one."""
-    if (least := KERNEL_BLOCKS[platform].get(name)) is None or (block_size or 0) % least:
+    if (least := KERNEL_BLOCKS[platform].get(name)) is None or layer.count_entries(block_size or 0) % least:
         return False
     format = FORMATS[name]
     if not can_hold(layer, format):

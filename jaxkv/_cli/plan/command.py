@@ -64,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
             else report_text.needs_as_text(needs)
         )
         return 0
-    sizes = arguments.block_size or [size for size in BLOCK_SIZES if size % devices.context == 0] or BLOCK_SIZES[-1:]
+    least = planner.tokens_of_entries
+    every = [size for size in BLOCK_SIZES if size % least == 0] or [least]
+    sizes = arguments.block_size or [size for size in every if size % devices.context == 0] or every[-1:]
     report = planner.report(devices, _kinds(arguments.dtype, config, chip), sizes)
     print(json.dumps(report_json.as_json(report), indent=1) if arguments.json else report_text.as_text(report))
     return 0
@@ -183,7 +185,13 @@ class _Planner:
 
     def _default_size(self, dtype: str, head_dim_multiple: int, max_seqs: int | None, max_seq_len: int) -> int:
         kinds = [kind_of(dtype, "--dtype")]
-        return choose_block_size(kernel_platform(head_dim_multiple), kinds, max_seqs or 1, max_seq_len)
+        size = choose_block_size(kernel_platform(head_dim_multiple), kinds, max_seqs or 1, max_seq_len)
+        return math.lcm(size, self.tokens_of_entries)
+
+    @property
+    def tokens_of_entries(self) -> int:
+        """As `CacheConfig` has it."""
+        return math.lcm(*(layer.compress_ratio or 1 for layer in self.config.layer_configs))
 
 
 def _compare(planner: _Planner, devices: Devices) -> int:

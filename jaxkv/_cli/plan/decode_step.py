@@ -7,15 +7,17 @@ for its result. Latency is not counted; with more devices a step is further from
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from jaxkv._cli.plan.capacity import Plan
 from jaxkv._cli.plan.chips import Chip, Link
 from jaxkv._cli.plan.devices import Devices
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv.models.config import DecoderConfig, IndexConfig
+from jaxkv.models.config import CompressorConfig, DecoderConfig, IndexConfig
 
 ITEMSIZE = 2  # of computation: bfloat16
+Compressors = Mapping[int, CompressorConfig]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,12 +138,28 @@ class DecodeStep:
         return self.rows * self.devices.data / self.seconds(chip)["step"]
 
 
-def attention_work(cache: CacheConfig, length: float, index: IndexConfig | None = None) -> tuple[float, float, float]:
+def attention_work(
+    cache: CacheConfig, length: float, index: IndexConfig | None = None, compressors: Compressors | None = None
+) -> tuple[float, float, float]:
     """Returns for a row of `length` tokens the bytes that all layers read of the cache, those that read another's keys
-    included, the products that a head computes with them, and those of all indexers."""
+    included, the products that a head computes with them, and those of all indexers.
+
+    Args:
+      index: of layers that choose tokens.
+      compressors: by the index of the layer of their entries, behind which stands what these are made of.
+    """
     read = computed = scored = 0.0
+    compressors = compressors or {}
     for i, layer in enumerate(cache.layers[: cache.num_layers]):
-        if not layer.is_recurrent:
+        if (own := compressors.get(i)) is not None:
+            entries, bytes_of_key = length / own.ratio, cache.bytes_per_block_read(i) / cache.block_slots(i)
+            seen = entries if own.index is None else min(entries, own.index.top_k)
+            read += bytes_of_key * seen + cache.index_bytes_per_block(i) / cache.block_slots(i) * entries
+            scored += 0 if own.index is None else own.index.heads * own.index.dim * entries
+            computed += (layer.head_dim + layer.value_dim) * seen
+        elif (own := compressors.get(i - 1)) is not None:  # read when an entry is complete
+            read += cache.bytes_per_block_read(i) / cache.block_size * own.window / own.ratio
+        elif not layer.is_recurrent:
             reach = layer.retention.visible_tokens
             tokens = length if reach is None else min(length, reach)
             if index is not None:
@@ -156,6 +174,12 @@ def attention_work(cache: CacheConfig, length: float, index: IndexConfig | None 
                 read += more / cache.block_size * newest
             computed += (layer.head_dim + layer.value_dim) * tokens
     return read, computed, scored
+
+
+def find_compressors(config: DecoderConfig) -> Compressors:
+    """Returns the compressors of a decoder's blocks by the index of the layer of their entries."""
+    found = ((config.first_layer(i) + 1, config.block(i).compressor) for i in range(config.num_layers))
+    return {layer: compressor for layer, compressor in found if compressor is not None}
 
 
 def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: int) -> DecodeStep:
@@ -184,7 +208,7 @@ def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: i
         share = experts.per_token / experts.count
         idle, unread = every * (1 - share), every * (1 - share) ** max(rows, 1)
     heads = count_heads(config, devices)
-    read_cache, attended, scored = attention_work(cache, found.mean_len, config.index)
+    read_cache, attended, scored = attention_work(cache, found.mean_len, config.index, find_compressors(config))
     return DecodeStep(
         rows=rows,
         read_weights=weights * (count - table - unread) / count,

@@ -28,7 +28,7 @@ from pallas_kernels import Tokens, locate
 MOST_BYTES = 1 << 22  # of inputs that are read at once
 
 # k and v of the inputs, which of them are tokens, and the position of each entry -> k, v, and index keys if there are.
-Compressor = Callable[[jax.Array, jax.Array | None, jax.Array, jax.Array], tuple]
+Compressor = Callable[[Any, Any, jax.Array, jax.Array], tuple]
 
 
 def compress(cache: Cache, compressor: Compressor, *, layer: Any, inputs: Any, step: Step) -> Cache:
@@ -155,7 +155,7 @@ def _read(source: Layer, entry: Tokens, ratio: int) -> tuple:
     if source.place is not None:
         block = jnp.where(block == NULL_BLOCK, NULL_BLOCK, block + source.place * (source.tables.num_blocks + 1))
     specs, out = (POOL, WHOLE, WHOLE), head_spec(2)
-    names = dict(config=source.config, layer=source.number)
+    names: dict[str, Any] = dict(config=source.config, layer=source.number)
     k, v = run_on_shards(source.pool, read_tokens, (source.pool, block, offset), specs, (out, out), **names)
     return k, None if source.layer_config.rank is not None else v, is_token, entry.position * ratio
 
@@ -164,7 +164,7 @@ def _check_entries(layer: Layer, k: Any, v: Any, index_k: Any) -> None:
     """Raises ValueError unless a compressor returned what the layer stores."""
     found = layer.layer_config
     count = k.shape[0] if hasattr(k, "shape") and k.ndim else "n"
-    wanted = {"k": (count, found.num_kv_heads, found.head_dim), "v": None, "index_k": None}
+    wanted: dict[str, tuple | None] = {"k": (count, found.num_kv_heads, found.head_dim), "v": None, "index_k": None}
     if found.rank is None:
         wanted["v"] = (count, found.num_kv_heads, found.value_dim)
     if found.index_dim is not None:

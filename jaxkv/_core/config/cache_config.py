@@ -190,7 +190,7 @@ class CacheConfig(MadeLike):
         kinds = [self.kind(i) for i in range(len(self.layers))]
         lines = self.max_seqs * max(self.group_heads, default=1)
         size = choose_block_size(kernel_platform(self.head_dim_multiple), kinds, lines, self.max_seq_len)
-        return math.lcm(size, *(layer.compress_ratio or 1 for layer in self.layers))
+        return math.lcm(size, self.tokens_of_entries)
 
     def _drop_settled(self, put) -> None:
         sizes = [field for field in ("num_blocks", "max_tokens", "group_blocks") if getattr(self, field) is not None]
@@ -249,7 +249,6 @@ class CacheConfig(MadeLike):
         put("num_blocks", _Settled(most))
 
     def _settle_contiguous(self, put) -> None:
-        checks.check_compressed(self)
         most = self.max_seqs * self.max_seq_len
         fixed = {"block_size": self.max_seq_len, "num_blocks": self.max_seqs, "max_tokens": most}
         for field, value in fixed.items():
@@ -259,6 +258,7 @@ class CacheConfig(MadeLike):
                     f"row), not {getattr(self, field)}: leave it out."
                 )
             put(field, _Settled(value))
+        checks.check_compressed(self)
         put("group_blocks", _SettledBlocks((self.max_seqs,)))
 
     @classmethod

@@ -112,17 +112,11 @@ def check_evicting(config: ByteSizes) -> None:
 def check_compressed(config: ByteSizes) -> None:
     """Raises ValueError if blocks do not hold whole entries of layers that compress."""
     for i, layer in enumerate(config.layers):
-        if layer.compress_ratio is None:
-            continue
-        if config.contiguous:
+        if layer.compress_ratio is not None and config.block_size % layer.compress_ratio:
+            name, way_out = ("max_seq_len", "") if config.contiguous else ("block_size", ", or leave block_size out")
             raise ValueError(
-                f"CacheConfig.layers[{i}] has compress_ratio={layer.compress_ratio}, and its entries are stored in "
-                'blocks of its row: leave layout="contiguous" out.'
-            )
-        if config.block_size % layer.compress_ratio:
-            raise ValueError(
-                f"CacheConfig.block_size={config.block_size} holds no whole entries of layer {i}, which has "
-                f"compress_ratio={layer.compress_ratio}: choose a multiple of it, or leave block_size out."
+                f"CacheConfig.{name}={config.block_size} holds no whole entries of layer {i}, which has "
+                f"compress_ratio={layer.compress_ratio}: choose a multiple of it{way_out}."
             )
 
 

@@ -1,6 +1,7 @@
 """Speculative decoding by a draft model with its own cache."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence as Several
 from typing import Any
 
@@ -73,7 +74,9 @@ class ModelDrafter:
         sizes: dict[str, Any] = {"max_seqs": max_seqs, "max_seq_len": max_seq_len + count}
         # Drafts are rolled back further than windows would allow: a contiguous cache keeps everything.
         if any(layer.retention.visible_tokens is not None for layer in model.layer_configs):
-            whole = -(-sizes["max_seq_len"] // BLOCK_SIZE) * BLOCK_SIZE  # kernels read no block of any size
+            ratios = (layer.compress_ratio or 1 for layer in model.layer_configs)
+            size = math.lcm(BLOCK_SIZE, *ratios)  # kernels read no block of any size
+            whole = -(-sizes["max_seq_len"] // size) * size
             sizes |= {"layout": "contiguous", "max_seq_len": whole}
         self.config = CacheConfig.from_model(model, **sizes)
         self._can_roll_back = not self.config.recurrent_layers

@@ -188,6 +188,11 @@ def _check_trees(model: Any, residual_length: Any) -> None:
                 f"draft_branches make a tree, but layer {i} of the model chooses its tokens by index keys, which go by "
                 "positions: leave draft_branches out."
             )
+        if layer.compress_ratio is not None:
+            raise ValueError(
+                f"draft_branches make a tree, but layer {i} of the model stores entries of {layer.compress_ratio} "
+                "tokens one after another: leave draft_branches out."
+            )
         if layer.is_recurrent:
             raise ValueError(
                 f"draft_branches make a tree, but layer {i} of the model is one {layer.retention}, which takes one "

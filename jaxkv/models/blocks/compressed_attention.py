@@ -106,8 +106,11 @@ class CompressedAttention(nnx.Module):
         self.out_up = weight(own.out_dim, width)
         self.entries = compressor
         self.compressor = None if compressor is None else Compressor(config, compressor, head_dim, dtype, rngs)
-        has_index = compressor is not None and compressor.index is not None
-        self.indexer = EntryIndexer(config, own, compressor, dtype, rngs) if has_index else None
+        self.indexer = (
+            None
+            if compressor is None or compressor.index is None
+            else EntryIndexer(config, own, compressor, dtype, rngs)
+        )
 
     def inputs(self, x: jax.Array, positions: jax.Array) -> CompressedInputs:
         compressed = rms_norm(project("...e,qe->...q", x, self.query_down), self.query_norm, self.config)
@@ -177,10 +180,12 @@ class CompressedAttention(nnx.Module):
         k, gate = (jnp.concatenate([getattr(kind, name) for kind in kinds], axis=-1) for name in ("k", "gate"))
         cache = write(cache, k[..., None, :], gate[..., None, :], layer=made_of, step=step)
 
-        def compute(k: jax.Array, gate: jax.Array, *windows: jax.Array) -> tuple:
+        def compute(k: jax.Array, gate: jax.Array, is_token: jax.Array, position: jax.Array) -> tuple:
             cut = parts.k.shape[-1]
             pairs = zip(kinds, (slice(cut), slice(cut, None)), strict=False)
-            found = [self._combine(kind, k[:, :, 0, own], gate[:, :, 0, own], *windows) for kind, own in pairs]
+            found = [
+                self._combine(kind, k[:, :, 0, own], gate[:, :, 0, own], is_token, position) for kind, own in pairs
+            ]
             return found[0][:, None], None, *found[1:]
 
         cache = compress(cache, compute, layer=entries, inputs=made_of, step=step)

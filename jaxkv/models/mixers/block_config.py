@@ -238,7 +238,7 @@ class BlockConfig:
 
     def layers(self, attention: LayerConfig, dtype: Any = "float32") -> tuple[LayerConfig, ...]:
         """Returns the block's layers, of which `attention` is attention's."""
-        own = (attention,) if self.attention else ()
+        own: tuple[LayerConfig, ...] = (attention,) if self.attention else ()
         own += () if self.compressor is None else self.compressor.layers(attention)
         return own if self.mixer is None else (*own, self.mixer.layer(dtype))
 
