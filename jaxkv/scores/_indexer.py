@@ -34,7 +34,8 @@ def indexer(
 
     Returns:
       `i32[S, T, n]` or `i32[N, n]`: positions, the best first, of equal ones the earlier first, and -1 behind them. A
-      query with fewer than `top_k` tokens gets all of them; padding, and rows that failed, get none.
+      query with fewer than `top_k` tokens gets all of them; padding, and rows that failed, get none. In a layer with
+      `compress_ratio` they are entries, the first of a row being 0.
 
     Raises:
       ValueError, IndexError: the layer keeps no index keys, or evicts; arrays that do not fit the step or the layer.

@@ -483,3 +483,13 @@ def test_rows_without_blocks_store_no_entry():
     assert np.asarray(cache.failed).tolist() == [False, False, True]
     assert np.asarray(cache.lengths).tolist() == [33, 24, 7]
     assert_held(jaxkv.free(cache, [2]))
+
+
+def test_a_gpu_takes_no_branch():
+    """A step that completes no entry computes none; on a GPU the host would have to take the branch, and waits."""
+    cache = jaxkv.extend(make_cache(LAYERS[:3]), [1, 1, 1])
+    step = jaxkv.plan_step(cache, (ROWS, 1))
+    run = jax.jit(functools.partial(jaxkv.compress, compressor=mean, layer=1, inputs=2)).trace(cache, step=step)
+    cpu, gpu, tpu = (run.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu"))
+    # The choice of the platform is one of a constant.
+    assert cpu.count("stablehlo.case") == tpu.count("stablehlo.case") == gpu.count("stablehlo.case") + 1

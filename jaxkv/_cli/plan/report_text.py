@@ -6,6 +6,7 @@ from jaxkv._cli.plan.report import AskedRows, DeviceMemory, Needs, Option, Repor
 from jaxkv._cli.plan.step_report import step_as_text
 from jaxkv._cli.units import columns
 from jaxkv._core.cache.inspection import format_bytes
+from jaxkv._core.config.layer_config import LayerConfig
 
 BAR = 60  # characters
 
@@ -70,7 +71,7 @@ def _capitalize(text: str) -> str:
 
 def _head(report: Report) -> str:
     config, memory = report.model, report.memory
-    kinds = ", ".join(f"{n} {kind}" for kind, n in collections.Counter(str(x.retention) for x in config.layers).items())
+    kinds = ", ".join(f"{n} {kind}" for kind, n in collections.Counter(map(_describe_kind, config.layers)).items())
     if states := report.best.bytes_per_row:
         kinds += f"; {format_bytes(states)} of states a row"
     beyond = ""
@@ -103,6 +104,12 @@ def _head(report: Report) -> str:
         f"leave {format_bytes(memory.cache)} for the cache.\n"
         f"Rows of up to {report.max_seq_len} tokens, {report.best.mean_len:g} on the average{guess}.{beyond}\n"
     )
+
+
+def _describe_kind(layer: LayerConfig) -> str:
+    """Returns what a layer of the cache keeps, as it is said after a number of them."""
+    ratio = layer.compress_ratio
+    return str(layer.retention) if ratio is None else f"with entries of {ratio} tokens"
 
 
 def _bar(memory: DeviceMemory) -> str:

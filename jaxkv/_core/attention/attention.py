@@ -275,6 +275,9 @@ def attend(
 ) -> Any:
     """Attends to the keys and values stored by `write` or `append`. Arguments are those of `attention`.
 
+    In a layer with `compress_ratio` a query sees the entries, stored by `compress`, whose tokens it sees all, and
+    `tokens` names entries.
+
     Args:
       causal: False: the queries are another sequence's, and each sees all tokens of its row (cross-attention). The
         cache is written once, and read by any number of steps.

@@ -117,10 +117,10 @@ def _most_entries(token_axes: tuple[int, ...], rows: int, ratio: int) -> int:
 
 def _compute(compressor: Compressor, source: Layer, entry: Tokens, ratio: int) -> tuple:
     """Computes entries, as many at a time as `MOST_BYTES` of inputs are for, and none where there are no more."""
-    config = source.layer_config
-    assert config.window is not None
-    shapes = jax.eval_shape(lambda: _read(source, jax.tree.map(lambda x: x[:1], entry), ratio))
-    size = sum(x.size * x.dtype.itemsize for x in shapes[:2] if x is not None)
+    found = source.layer_config
+    assert found.window is not None
+    # Of what is read of an entry, in float32.
+    size = found.window * found.num_kv_heads * (found.head_dim + (0 if found.rank else found.value_dim)) * 4
     count = entry.row.shape[0]
     at_once = max(1, min(count, MOST_BYTES // size))
     turns = -(-count // at_once)
@@ -136,7 +136,11 @@ def _compute(compressor: Compressor, source: Layer, entry: Tokens, ratio: int) -
         def skip(_: Tokens) -> tuple:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), shapes)
 
-        return jax.lax.cond(jnp.any(some.valid), compute, skip, some)
+        def compute_if_any(some: Tokens) -> tuple:
+            return jax.lax.cond(jnp.any(some.valid), compute, skip, some)
+
+        # On a GPU the host takes branches, and all would wait for it: longer than reading a few windows takes.
+        return jax.lax.platform_dependent(some, cuda=compute, default=compute_if_any)
 
     if turns == 1:
         return compute_some(padded)

@@ -84,11 +84,17 @@ class Block(nnx.Module):
         self, inputs: tuple, cache: Cache | None, layers: Sequence[Any], step: Step | None, deterministic: bool = False
     ) -> tuple:
         found = []
-        own = layers if len(layers) == len(self.parts) else [layers[: len(layers) - len(self.parts) + 1], *layers[-1:]]
-        for part, given, layer in zip(self.parts, inputs, own[: len(self.parts)], strict=True):
+        for part, given, layer in zip(self.parts, inputs, self._split_layers(layers), strict=True):
             y, cache = part.attend(given, cache, layer, step, deterministic)
             found.append(y)
         return tuple(found), cache
+
+    def _split_layers(self, layers: Sequence[Any]) -> list[Any]:
+        """Returns the cache's layer of each part; a list of them for attention that has several."""
+        if not self.parts:
+            return []
+        count = len(layers) - len(self.parts) + 1
+        return [layers[0] if count == 1 else layers[:count], *layers[count:]]
 
     def output(self, x: jax.Array, outputs: tuple, tokens: BlockTokens = NOTHING) -> jax.Array:
         """Adds the outputs of attention and of the mixer to the residual stream, then the MLP's or the experts'."""
