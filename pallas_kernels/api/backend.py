@@ -16,8 +16,9 @@ class Backend(Protocol):
 
     Names:
       FORMATS: the names of the storage formats that it reads, beside what is not quantized.
-      OPTIONS: the options that it takes, of `alibi`, `blocks`, `causal`, `chunk`, `deterministic`, `residual_length`,
-        `sink_tokens`, `spans`, `stripe`, `tokens` and `tree`. A call with another one does not reach it.
+      OPTIONS: the options that it takes, of `alibi`, `blocks`, `causal`, `chunk`, `compress_ratio`, `deterministic`,
+        `residual_length`, `sink_tokens`, `spans`, `stripe`, `tokens` and `tree`. A call with another one does not reach
+        it.
       READS_LATENT_ROWS: whether it reads latent rows.
       READS_SHARED_ONCE: whether it takes `options.shared` itself; else shared blocks are read in a call of their own.
       unsupported: `(op, call)` to why it cannot run a call of these shapes, and the way out; None: it can. Asked last.

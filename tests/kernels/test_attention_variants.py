@@ -126,6 +126,7 @@ def test_kernels_refuse_by_name(platform, name):
         "blocks": jnp.zeros((4, 2), jnp.int32),
         "tokens": jnp.zeros((4, 11, 3), jnp.int32),
         "deterministic": True,
+        "compress_ratio": 4,
     }
     asked = {name: value[name]}
     given = {"q": inputs.q, "kv": inputs.kv, "tables": inputs.tables} | asked

@@ -186,7 +186,7 @@ def test_help_names_what_a_backend_is_asked_for():
     described = pallas_kernels.Backend.__doc__
     members = re.findall(r"^      (\w+): ", described, re.MULTILINE)
     assert members == [*pallas_kernels.Backend.__annotations__, "mixers"]
-    mask = MaskSpec(causal=False, **{name: 1 for name in ("chunk", "sink_tokens", "residual_length")})
+    mask = MaskSpec(causal=False, **{name: 1 for name in ("chunk", "sink_tokens", "residual_length", "compress_ratio")})
     mask = dataclasses.replace(mask, **{name: 1 for name in ("spans", "tree", "blocks", "tokens")})
     batch = PagedBatch(None, None, None, context_shard=1)
     call = Call(StoredKV(None), batch, mask, SoftmaxOptions(alibi=1, deterministic=True))
