@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxkv._core.blocks.restore import layer_facts, pool_layers
+from jaxkv._core.blocks.restore import layer_facts, leave_out_unset, pool_layers
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import MOST_INDEX, real, show
 from jaxkv._core.state.state import Pool
@@ -60,15 +60,8 @@ class SavedBlock(NamedTuple):
 def fingerprint(config: CacheConfig, model: str | None) -> bytes:
     """Returns 16 bytes that are equal for caches whose blocks are interchangeable: of the same layers, block size and
     model."""
-    layers = [layer_facts(config, i) | {"shares_with": config.owner(i)} for i in range(len(config.layers))]
-    for layer in layers:
-        for name in (
-            "v_head_dim",
-            "index_dim",
-            "compress_ratio",
-        ):  # so that blocks of before the field was there are found
-            if layer[name] is None:
-                del layer[name]
+    facts = [layer_facts(config, i) | {"shares_with": config.owner(i)} for i in range(len(config.layers))]
+    layers = list(map(leave_out_unset, facts))
     for i in pool_layers(config):
         if config.kind(i).revision > 1:  # blocks of other bits are not found
             layers[i]["revision"] = config.kind(i).revision

@@ -32,7 +32,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.blocks.restore import layer_facts, pool_layers
+from jaxkv._core.blocks.restore import layer_facts, leave_out_unset, pool_layers
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig, StateArray, kind_of
 from jaxkv._core.config.validation import MOST_TOKENS, integer, show
@@ -307,17 +307,10 @@ def stored_states(config: CacheConfig) -> dict[tuple[int, str], StateArray]:
 
 def _render(config: CacheConfig) -> dict[str, Any]:
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    layers = [layer_facts(config, i) for i in range(len(config.layers))]
+    layers = [leave_out_unset(layer_facts(config, i)) for i in range(len(config.layers))]
     for layer, found in zip(layers, config.layers, strict=True):
         if found.bounds:  # the file does not hold the bounds: loading computes them
             layer["bounds"] = True
-        for name in (
-            "v_head_dim",
-            "index_dim",
-            "compress_ratio",
-        ):  # so that older readers, which do not know the fields, read the file
-            if layer[name] is None:
-                del layer[name]
     for i in pool_layers(config):
         if config.kind(i).revision > 1:
             layers[i]["revision"] = config.kind(i).revision

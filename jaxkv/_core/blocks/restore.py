@@ -20,6 +20,8 @@ from jaxkv._core.state.multihost import put_replicated
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
 from pallas_kernels.common.channel_groups import join_groups, split_groups
 
+LATER_FIELDS = ("v_head_dim", "index_dim", "compress_ratio")  # of `LayerConfig`, after the first files
+
 
 def put_rows(
     cache: Cache,
@@ -135,6 +137,12 @@ def layer_facts(config: CacheConfig, layer: int) -> dict[str, Any]:
     states = {} if said["states"] is None else {"states": [list(array) for array in config.layers[layer].states or ()]}
     left_out = ("bounds", "states") if said["is_residual"] else ("bounds", "states", "is_residual")
     return {name: x for name, x in said.items() if name not in left_out} | states
+
+
+def leave_out_unset(described: dict[str, Any]) -> dict[str, Any]:
+    """Returns a layer's description without what is not set of the fields that came later: so files and blocks are
+    found, and read, by those who do not know these fields."""
+    return {name: x for name, x in described.items() if name not in LATER_FIELDS or x is not None}
 
 
 def ungroup_channels(described: dict[str, Any]) -> dict[str, Any]:

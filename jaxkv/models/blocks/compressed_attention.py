@@ -74,8 +74,8 @@ class EntryIndexer(nnx.Module):
 
 
 class CompressedAttention(nnx.Module):
-    """Attention whose keys are its values, rotated in their last entries; outputs are rotated back there, so that they
-    tell how far a value is from its query.
+    """Attention whose keys are its values, rotated in their last numbers; outputs are rotated back there, so that they
+    tell how far a value is from its query. With a compressor it sees entries of several tokens beside its window.
 
     Shapes: E inputs, H heads of D entries, Q the rank of queries, G groups of heads with outputs of rank R.
     `query_down [Q, E]`, `query_up [H, D, Q]`, `key_down [D, E]`, `sinks [H]`, `out_down [G, R, H / G * D]`,
