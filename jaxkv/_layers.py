@@ -100,9 +100,10 @@ def dense_attention(
 
     Args:
       q: `[S, T, H, D]`, or `[T, H, D]` for one sequence.
-      k, v: `[S, T, K, D]` or `[T, K, D]`; H must be a multiple of K. Values may be narrower than keys.
+      k, v: `[S, C, K, D]` or `[C, K, D]`, of the T tokens, and behind them of what else they may see, whatever its
+        place; H must be a multiple of K. Values may be narrower than keys.
       scale, soft_cap, window, chunk, sinks: as for `pallas_kernels.paged_attention`.
-      mask: `bool[S, T, T]` or `bool[T, T]`, and-ed with causality: which tokens each may see.
+      mask: `bool[S, T, C]` or `bool[T, C]`, and-ed with causality: which keys each token may see.
 
     Returns:
       The output in q's shape, of the values' width, and dtype. Softmax and accumulation are in float32.
@@ -113,7 +114,7 @@ def dense_attention(
     check_numbers(scale, soft_cap, window, chunk)
     scale, soft_cap = as_float(scale), as_float(soft_cap)
     *leading, num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[-2]
+    num_keys, num_kv_heads = k.shape[-3:-1]
     scale = head_dim**-0.5 if scale is None else scale
     # Heads come first, with the G queries of a KV head adjacent: one plain batched matrix product per KV head.
     grouped = q.reshape(*leading, num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -125,17 +126,18 @@ def dense_attention(
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
 
-    logits = logits.reshape(*shape[:-1], num_tokens)  # [..., K, G, T, C]
-    query, key = jnp.arange(num_tokens)[:, None], jnp.arange(num_tokens)[None]  # positions [T, 1], [1, C]
+    logits = logits.reshape(*shape[:-1], num_keys)  # [..., K, G, T, C]
+    query, key = jnp.arange(num_tokens)[:, None], jnp.arange(num_keys)[None]  # positions [T, 1], [1, C]
     seen = query >= key if window is None else (query >= key) & (query - key < window)
     seen = seen if chunk is None else seen & (query // chunk == key // chunk)
+    seen = seen if num_keys == num_tokens else seen | (key >= num_tokens)
     seen = jnp.expand_dims(seen, tuple(range(logits.ndim - 2)))
     seen = seen if mask is None else seen & mask[..., None, None, :, :]
     logits = jnp.where(seen, logits, jnp.finfo(jnp.float32).min)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape((1,) * len(leading) + (num_kv_heads, -1, 1, 1))
         logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*shape[:-1], 1))], axis=-1)
-    weights = jax.nn.softmax(logits, axis=-1)[..., :num_tokens].astype(v.dtype).reshape(*grouped.shape[:-1], num_tokens)
+    weights = jax.nn.softmax(logits, axis=-1)[..., :num_keys].astype(v.dtype).reshape(*grouped.shape[:-1], num_keys)
     out = jnp.einsum("...qc,...cd->...qd", weights, v, preferred_element_type=jnp.float32)
     out = jnp.moveaxis(out.reshape(*shape[:-1], v.shape[-1]), -2, -4)
     return out.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype)

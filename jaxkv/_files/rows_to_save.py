@@ -16,6 +16,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards
 from jaxkv._core.config.kv_packing import Apart
+from jaxkv._core.config.layer_config import count_tokens_of_entries
 from jaxkv._core.state.multihost import read_whole
 from jaxkv._core.state.state import NULL_BLOCK
 from jaxkv._files.format import stored_states, stored_tensors
@@ -32,7 +33,7 @@ class RowsToSave:
             check_on_host(shard, "save")
         config, number = self.caches[0].config, len(self.caches)
         size = config.block_size
-        least = math.lcm(CONTIGUOUS_BLOCK, config.tokens_of_entries)
+        least = math.lcm(CONTIGUOUS_BLOCK, count_tokens_of_entries(config.layers))
         self.block_size = min(least, size) if config.contiguous else size
         own = [rows[rows // config.max_seqs == i] - i * config.max_seqs for i in range(number)]
         # Maps the order of the caches back to the order of the rows.
@@ -80,7 +81,7 @@ class RowsToSave:
         yield from self.tables
         yield from self.held.values()
         for layer in pool_layers(config):
-            plans = [plan.of_entries(config.layers[layer]) for plan in self.plans[config.group(layer)]]
+            plans = [plan.locate_entries(config.layers[layer]) for plan in self.plans[config.group(layer)]]
             each = [jax.tree.leaves(found.pool(layer).tokens) for found in self.caches]
             for arrays, (name, (_, minor)) in zip(
                 zip(*each, strict=True), stored_tensors(config, layer).items(), strict=True

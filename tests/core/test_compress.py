@@ -430,7 +430,7 @@ def mean(k, v, is_token, position):
     return k.mean(axis=1), v.mean(axis=1), k.mean(axis=(1, 2))[:, :INDEX]
 
 
-def in_step(run, *, layers=LAYERS, axes=(ROWS, 1), **arguments):
+def run_in_step(run, *, layers=LAYERS, axes=(ROWS, 1), **arguments):
     cache = jaxkv.extend(make_cache(layers), [1, 1, 1])
     named = {"layer": 1, "inputs": 2, "step": jaxkv.plan_step(cache, axes)} | arguments
     return run(cache, **named)
@@ -488,12 +488,12 @@ BAD_CALLS = {
 def test_calls_that_are_refused(name):
     function, message = BAD_CALLS[name]
     with pytest.raises((ValueError, IndexError), match=message):
-        in_step(function)
+        run_in_step(function)
 
 
 def test_a_step_of_another_cache_is_refused():
     with pytest.raises(ValueError, match="another config"):
-        in_step(compress_by(mean), step=jaxkv.plan_step(jaxkv.extend(make_cache(num_blocks=9), [1] * 3), (ROWS, 1)))
+        run_in_step(compress_by(mean), step=jaxkv.plan_step(jaxkv.extend(make_cache(num_blocks=9), [1] * 3), (ROWS, 1)))
 
 
 def test_rows_without_blocks_store_no_entry():

@@ -19,6 +19,7 @@ from jaxkv import LayerConfig, models
 from jaxkv._cli.plan.decode_step import attention_work, find_compressors
 from jaxkv._files import safetensors
 from jaxkv.models import Decoder, config_reader
+from jaxkv.models.blocks.compressor import rotate_last
 from jaxkv.models.blocks.hyper import make_doubly_stochastic
 from jaxkv.models.blocks.part_configs import CompressedConfig, CompressorConfig, HyperConfig, IndexConfig
 from jaxkv.models.checkpoint_formats import dequantize
@@ -248,6 +249,14 @@ def test_a_matrix_becomes_doubly_stochastic():
     np.testing.assert_allclose(once, x / x.sum(axis=-2, keepdims=True), rtol=1e-6)
     for axis in (-1, -2):
         np.testing.assert_allclose(often.sum(axis=axis), 1, rtol=1e-4)
+
+
+def test_only_last_numbers_are_rotated():
+    """Of heads of which less than half rotates, and of which all does."""
+    x = jnp.arange(24.0).reshape(2, 2, 6)
+    (part,), (whole,) = (rotate_last(lambda y: (-y,), size, x) for size in (2, 6))
+    np.testing.assert_array_equal(part, x * np.array([1, 1, 1, 1, -1, -1], np.float32))
+    np.testing.assert_array_equal(whole, -x)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -21,7 +21,7 @@ from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
 from jaxkv._core.config.cache_config import JOINING
 from jaxkv._core.config.kv_packing import can_hold
-from jaxkv._core.config.layer_config import STATE_DTYPES, LayerConfig, kind_of
+from jaxkv._core.config.layer_config import STATE_DTYPES, LayerConfig, count_tokens_of_entries, kind_of
 from jaxkv._core.config.validation import integer, real, show
 from jaxkv._files.hub import find_model
 from pallas_kernels.common.quantization import FORMATS, QUANTIZED
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             else report_text.needs_as_text(needs)
         )
         return 0
-    least = planner.tokens_of_entries
+    least = count_tokens_of_entries(config.layer_configs)
     every = [size for size in BLOCK_SIZES if size % least == 0] or [least]
     sizes = arguments.block_size or [size for size in every if size % devices.context == 0] or every[-1:]
     report = planner.report(devices, _kinds(arguments.dtype, config, chip), sizes)
@@ -186,12 +186,7 @@ class _Planner:
     def _default_size(self, dtype: str, head_dim_multiple: int, max_seqs: int | None, max_seq_len: int) -> int:
         kinds = [kind_of(dtype, "--dtype")]
         size = choose_block_size(kernel_platform(head_dim_multiple), kinds, max_seqs or 1, max_seq_len)
-        return math.lcm(size, self.tokens_of_entries)
-
-    @property
-    def tokens_of_entries(self) -> int:
-        """As `CacheConfig` has it."""
-        return math.lcm(*(layer.compress_ratio or 1 for layer in self.config.layer_configs))
+        return math.lcm(size, count_tokens_of_entries(self.config.layer_configs))
 
 
 def _compare(planner: _Planner, devices: Devices) -> int:

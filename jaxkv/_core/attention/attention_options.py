@@ -69,9 +69,7 @@ def read_options(layer: Layer, options: dict[str, Any]) -> dict[str, Any]:
     if "blocks" in options:
         most = MOST_TOKENS if layer.config.is_endless else layer.config.max_blocks_per_seq
         options["blocks"] = _read_blocks(options["blocks"], (layer.rows, most))
-    options = layer.layer_config.retention.mask_options(layer.number, options)
-    ratio = layer.layer_config.compress_ratio
-    return options if ratio is None else options | {"compress_ratio": ratio}
+    return layer.layer_config.mask_options(layer.number, options)
 
 
 def to_array(name: str, x: Any) -> jax.Array:

@@ -157,8 +157,7 @@ def _choose(
     stored = stored._replace(keys=jax.lax.stop_gradient(stored.keys))
     stripe = None if runs is None else runs.stripe
     batch = PagedBatch(layer.blocks, layer.tables.lengths, call.query_lens, call.query_starts, stripe)
-    options = layer.layer_config.retention.mask_options(layer.number, {})
-    mask = MaskSpec(**options, compress_ratio=layer.layer_config.compress_ratio)
+    mask = MaskSpec(**layer.layer_config.mask_options(layer.number, {}))
     best = select_tokens(call.q, of_heads[..., 0], stored, batch, mask, top_k)
     if runs is not None:
         score, position = (runs.gather(x, x.ndim - 1) for x in best)

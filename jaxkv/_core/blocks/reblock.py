@@ -24,7 +24,7 @@ class BlockPlan(NamedTuple):
         count = len(self.slots)
         return np.pad(self.slots, ((0, pad_size(count) - count), (0, 0)), constant_values=-1)
 
-    def of_entries(self, layer: LayerConfig) -> "BlockPlan":
+    def locate_entries(self, layer: LayerConfig) -> "BlockPlan":
         """Returns the plan of what a layer stores, which may be entries of several tokens: they lie where the last of
         their tokens would."""
         if (ratio := layer.compress_ratio) is None:
@@ -169,7 +169,7 @@ def fit(
                     )
                 except TokensGone as gone:
                     raise TokensGone(gone.row, gone.start, gone.needed, layer) from None
-            plans[layer] = found[group].of_entries(config.layers[layer])
+            plans[layer] = found[group].locate_entries(config.layers[layer])
     return plans
 
 

@@ -57,12 +57,6 @@ class ByteSizes(Groups):
         in_pairs = self.join_kv != "head" and not kind.is_quantized and heads % 2 == 0
         return Pairs(found.head_dim) if in_pairs else OneRow(found.head_dim)
 
-    @property
-    def tokens_of_entries(self) -> int:
-        """The least number of tokens that are whole entries in all layers: blocks hold a multiple; 1 without
-        `compress_ratio`."""
-        return math.lcm(*(layer.compress_ratio or 1 for layer in self.layers))
-
     def block_slots(self, layer: int) -> int:
         """Returns how many keys a block of a layer holds: its tokens, or entries of several of them."""
         return self.layer_config(layer).count_entries(self.block_size)

@@ -14,7 +14,7 @@ from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size,
 from jaxkv._core.config.config_repr import write_fields, write_layers
 from jaxkv._core.config.fields import LayoutFields
 from jaxkv._core.config.from_dense import MadeLike
-from jaxkv._core.config.layer_config import LayerConfig, kind_of
+from jaxkv._core.config.layer_config import LayerConfig, count_tokens_of_entries, kind_of
 from jaxkv._core.config.mesh_shape import HEADS, check_mesh, find_mesh
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer, read_list, real, refuse_unknown_fields, show
 
@@ -190,7 +190,7 @@ class CacheConfig(MadeLike):
         kinds = [self.kind(i) for i in range(len(self.layers))]
         lines = self.max_seqs * max(self.group_heads, default=1)
         size = choose_block_size(kernel_platform(self.head_dim_multiple), kinds, lines, self.max_seq_len)
-        return math.lcm(size, self.tokens_of_entries)
+        return math.lcm(size, count_tokens_of_entries(self.layers))
 
     def _drop_settled(self, put) -> None:
         sizes = [field for field in ("num_blocks", "max_tokens", "group_blocks") if getattr(self, field) is not None]

@@ -75,6 +75,12 @@ def kind_of(dtype: Any, field: str) -> StorageFormat:
     return FORMATS[name]
 
 
+def count_tokens_of_entries(layers: Iterable["LayerConfig"]) -> int:
+    """Returns the least number of tokens that are whole entries in all layers: blocks hold a multiple; 1 without
+    `compress_ratio`."""
+    return math.lcm(*(layer.compress_ratio or 1 for layer in layers))
+
+
 @refuse_unknown_fields
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class LayerConfig:
@@ -268,6 +274,12 @@ class LayerConfig:
                     f"LayerConfig.compress_ratio={ratio} makes a layer of entries, which stay as long as their row, "
                     f"and does not go with {name}={value!r}: leave one out."
                 )
+
+    def mask_options(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Returns the options of one call of attention with what tokens see of this layer, the index of which is
+        `layer`. Raises ValueError if they exceed it."""
+        options = self.retention.mask_options(layer, options)
+        return options if self.compress_ratio is None else options | {"compress_ratio": self.compress_ratio}
 
     def count_entries(self, tokens: Any) -> Any:
         """Returns how many keys the layer stores of so many first tokens of a row (int or array)."""

@@ -16,6 +16,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.block_size import BLOCK_SIZE
 from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.layer_config import count_tokens_of_entries
 from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.state.device_arrays import delete
 from jaxkv._core.state.interrupts import Soundness
@@ -74,8 +75,8 @@ class ModelDrafter:
         sizes: dict[str, Any] = {"max_seqs": max_seqs, "max_seq_len": max_seq_len + count}
         # Drafts are rolled back further than windows would allow: a contiguous cache keeps everything.
         if any(layer.retention.visible_tokens is not None for layer in model.layer_configs):
-            ratios = (layer.compress_ratio or 1 for layer in model.layer_configs)
-            size = math.lcm(BLOCK_SIZE, *ratios)  # kernels read no block of any size
+            # Kernels read no block of any size.
+            size = math.lcm(BLOCK_SIZE, count_tokens_of_entries(model.layer_configs))
             whole = -(-sizes["max_seq_len"] // size) * size
             sizes |= {"layout": "contiguous", "max_seq_len": whole}
         self.config = CacheConfig.from_model(model, **sizes)

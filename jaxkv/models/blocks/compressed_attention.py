@@ -1,7 +1,6 @@
 """The attention of DeepSeek V4: one row a token is the key and the value of all heads. A layer sees a window of tokens,
 and beside it entries of several tokens each."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,16 +15,23 @@ from jaxkv._core.attention.index import choose_tokens
 from jaxkv._core.attention.plan import Step
 from jaxkv._core.attention.write import write
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._layers import attend_or_dense
+from jaxkv._layers import attend_or_dense, dense_attention
 from jaxkv._products import product_by_heads
-from jaxkv.models.blocks.compressor import Compressor, EntryParts, combine_tokens, find_windows, split_windows
+from jaxkv.models.blocks.compressor import (
+    Compressor,
+    EntryParts,
+    combine_tokens,
+    find_windows,
+    rotate_last,
+    split_windows,
+)
+from jaxkv.models.blocks.indexer import IndexInputs, choose_densely, mask_chosen
 from jaxkv.models.blocks.norms import normalize
 from jaxkv.models.config import CompressedConfig, CompressorConfig, DecoderConfig, IndexConfig
 from jaxkv.models.layers import norm_weight, rms_norm
 from jaxkv.models.rope import Rope
 from jaxkv.nnx import project
 from pallas_kernels.common.merge import merge_attention
-from pallas_kernels.common.xla_cpu import side_by_side
 
 
 class ChoiceInputs(NamedTuple):
@@ -66,9 +72,11 @@ class EntryIndexer(nnx.Module):
         self.weights = weight(self.index.heads, config.embed_dim)
         self.compressor = Compressor(config, found, self.index.dim, dtype, rngs)
 
-    def __call__(self, x: jax.Array, queries: jax.Array, rotate: Any, positions: jax.Array) -> ChoiceInputs:
-        index = self.index
-        q = rotate(project("...q,hdq->...hd", queries, self.query))
+    def __call__(
+        self, x: jax.Array, queries: jax.Array, rope: Rope, rope_dim: int, positions: jax.Array
+    ) -> ChoiceInputs:
+        index, q = self.index, project("...q,hdq->...hd", queries, self.query)
+        q, _ = rotate_last(lambda q, k: rope(q, k, positions), rope_dim, q, q)
         weights = project("...e,he->...h", x, self.weights).astype(jnp.float32) * (index.heads * index.dim) ** -0.5
         return ChoiceInputs(q, weights, self.compressor(x, positions))
 
@@ -116,14 +124,14 @@ class CompressedAttention(nnx.Module):
         compressed = rms_norm(project("...e,qe->...q", x, self.query_down), self.query_norm, self.config)
         q = normalize(project("...q,hdq->...hd", compressed, self.query_up), eps=self.config.norm_eps)
         row = rms_norm(project("...e,de->...d", x, self.key_down), self.key_norm, self.config)[..., None, :]
-        rotate = functools.partial(self._rotate, positions=positions)
+        q, row = rotate_last(lambda q, k: self.rope(q, k, positions), self.own.rope_dim, q, row)
         return CompressedInputs(
-            rotate(q),
-            rotate(row),
+            q,
+            row,
             self.sinks[...].astype(jnp.float32),
             positions,
             None if self.compressor is None else self.compressor(x, positions),
-            None if self.indexer is None else self.indexer(x, compressed, rotate, positions),
+            None if self.indexer is None else self.indexer(x, compressed, self.rope, self.own.rope_dim, positions),
         )
 
     def attend(
@@ -148,21 +156,14 @@ class CompressedAttention(nnx.Module):
             near, cache = attention(q, row, None, cache, layer=rows, step=step, return_lse=True, **options)
             far, cache = self._attend_to_entries(inputs, cache, of_entries, step, deterministic)
             y, _ = merge_attention(*(jnp.stack(both) for both in zip(near, far, strict=True)))
-        turned = self.rope.rotate_back(y[..., y.shape[-1] - self.own.rope_dim :], positions)
-        size = y.shape[-1] - self.own.rope_dim
-        return side_by_side(y[..., :size], turned) if size else turned, cache
+        (y,) = rotate_last(lambda x: (self.rope.rotate_back(x, positions),), self.own.rope_dim, y)
+        return y, cache
 
     def output(self, y: jax.Array) -> jax.Array:
         """Projects the outputs of each group of heads, then those of all groups together, to `[..., E]`."""
         by_group = y.reshape(*y.shape[:-2], self.own.out_groups, -1)
         y = product_by_heads(by_group, self.out_down[...].astype(y.dtype), outputs_first=True)
         return project("...f,ef->...e", y.reshape(*y.shape[:-2], -1), self.out_up)
-
-    def _rotate(self, x: jax.Array, *, positions: jax.Array) -> jax.Array:
-        """Rotates the last entries of heads `[.., H, D]`."""
-        size = x.shape[-1] - self.own.rope_dim
-        turned = self.rope(x[..., size:], x[..., size:], positions)[0]
-        return side_by_side(x[..., :size], turned) if size else turned
 
     def _combine(self, parts: EntryParts, k: jax.Array, gate: jax.Array, *windows: jax.Array) -> jax.Array:
         """Returns entries `[n, D]` of the tokens that they are made of, `[n, W, P]`."""
@@ -204,23 +205,18 @@ class CompressedAttention(nnx.Module):
     def _attend_densely(self, inputs: CompressedInputs) -> jax.Array:
         """Computes attention of whole sequences to their windows and entries, in float32."""
         q, row, sinks, _, parts, choice = inputs
-        assert parts is not None and self.entries is not None and self.window is not None
-        num_tokens, ratio = q.shape[-3], self.entries.ratio
-        token, entry = (jnp.arange(n, dtype=jnp.int32) for n in (num_tokens, num_tokens // ratio))
-        age = token[:, None] - token[None]
-        front = (1,) * (q.ndim - 3)
-        near = ((age >= 0) & (age < self.window)).reshape(*front, num_tokens, num_tokens)
-        far = (entry[None] < (token[:, None] + 1) // ratio).reshape(*front, num_tokens, -1)
+        assert parts is not None and self.entries is not None
+        num_tokens, front = q.shape[-3], (1,) * (q.ndim - 3)
+        token, entry = (jnp.arange(n, dtype=jnp.int32) for n in (num_tokens, num_tokens // self.entries.ratio))
+        far = (entry[None] < (token[:, None] + 1) // self.entries.ratio).reshape(*front, num_tokens, -1)
         if choice is not None and (top_k := self._find_top_k(num_tokens)) is not None:
-            far = far & _choose_densely(choice, self._make_entries(choice.parts), far, top_k)
-        keys = jnp.concatenate([row[..., 0, :], self._make_entries(parts).astype(row.dtype)], axis=-2)
-        leading = q.shape[:-3]
-        seen = jnp.concatenate([jnp.broadcast_to(x, (*leading, *x.shape[-2:])) for x in (near, far)], axis=-1)
-        logits = jnp.einsum("...thd,...cd->...htc", q, keys, preferred_element_type=jnp.float32)
-        logits = jnp.where(seen[..., None, :, :], logits * self.config.attention_scale, jnp.finfo(jnp.float32).min)
-        sink = jnp.broadcast_to(sinks.reshape(*front, -1, 1, 1), (*logits.shape[:-1], 1))
-        weights = jax.nn.softmax(jnp.concatenate([logits, sink], axis=-1), axis=-1)[..., :-1]
-        return jnp.einsum("...htc,...cd->...thd", weights.astype(keys.dtype), keys).astype(q.dtype)
+            index = IndexInputs(choice.q, choice.weights, self._make_entries(choice.parts))
+            far = mask_chosen(choose_densely(index, far, top_k), entry.size)
+        far = jnp.broadcast_to(far, (*q.shape[:-3], *far.shape[-2:]))
+        mask = jnp.concatenate([jnp.ones((*far.shape[:-1], num_tokens), bool), far], axis=-1)
+        keys = jnp.concatenate([row, self._make_entries(parts).astype(row.dtype)[..., None, :]], axis=-3)
+        options: dict[str, Any] = dict(scale=self.config.attention_scale, window=self.window, sinks=sinks)
+        return dense_attention(q, keys, keys, mask=mask, **options)
 
     def _make_entries(self, parts: EntryParts) -> jax.Array:
         """Returns all entries of whole sequences, `f32[.., n, D]`."""
@@ -235,12 +231,3 @@ class CompressedAttention(nnx.Module):
         position = jnp.arange(count, dtype=jnp.int32) * ratio
         found = self._combine(parts, k, gate, jnp.tile(is_token, (rows, 1)), jnp.tile(position, rows))
         return found.reshape(*leading, count, -1)
-
-
-def _choose_densely(choice: ChoiceInputs, keys: jax.Array, seen: jax.Array, top_k: int) -> jax.Array:
-    """Returns the entries that tokens of whole sequences choose, of those that they see, `bool[.., T, n]`."""
-    q = choice.q.astype(jnp.float32)
-    products = jnp.einsum("...thd,...cd->...thc", q, keys, precision="highest")
-    score = jnp.where(seen, jnp.sum(choice.weights[..., None] * jnp.maximum(products, 0.0), axis=-2), -jnp.inf)
-    _, best = jax.lax.top_k(score, top_k)
-    return jax.nn.one_hot(best, score.shape[-1], dtype=bool).any(axis=-2)

@@ -1,5 +1,6 @@
 """Entries of several tokens (DeepSeek V4): what they are made of, and how."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -65,8 +66,15 @@ def combine_tokens(
     gate = jnp.where(is_token[..., None], gate, jnp.finfo(jnp.float32).min)
     k = jnp.where(is_token[..., None], k, 0.0)
     entry = normalize(jnp.sum(k * jax.nn.softmax(gate, axis=1), axis=1), norm, eps=eps)[:, None]
-    rotated = rope(entry[..., dim - rope_dim :], entry[..., dim - rope_dim :], position)[0]
-    return (side_by_side(entry[..., : dim - rope_dim], rotated) if dim > rope_dim else rotated)[:, 0]
+    _, entry = rotate_last(lambda q, k: rope(q, k, position), rope_dim, entry, entry)
+    return entry[:, 0]
+
+
+def rotate_last(rotate: Callable[..., tuple[jax.Array, ...]], size: int, *heads: jax.Array) -> list[jax.Array]:
+    """Returns heads `[.., H, D]` of one width whose last `size` numbers went through `rotate`, together."""
+    begin = heads[0].shape[-1] - size
+    rotated = rotate(*(x[..., begin:] for x in heads))
+    return [side_by_side(x[..., :begin], y) if begin else y for x, y in zip(heads, rotated, strict=True)]
 
 
 def split_windows(x: jax.Array, ratio: int, window: int) -> jax.Array:

@@ -74,7 +74,9 @@ class Indexer(nnx.Module):
         more than `top_k`."""
         q, weights, k = inputs
         if cache is None:
-            return None, choose_densely(inputs, self.index.top_k) if q.shape[-3] > self.index.top_k else None
+            count = q.shape[-3]
+            is_seen = jnp.tril(jnp.ones((count, count), bool)).reshape((1,) * (q.ndim - 3) + (count, count))
+            return None, choose_densely(inputs, is_seen, self.index.top_k) if count > self.index.top_k else None
         cache = write_index(cache, k, layer=layer, step=step)
         if cache.config.max_seq_len <= self.index.top_k:
             return cache, None
@@ -90,21 +92,21 @@ class Indexer(nnx.Module):
         return (wide * scale + bias).astype(x.dtype)
 
 
-def choose_densely(inputs: IndexInputs, top_k: int) -> jax.Array:
-    """Returns the tokens that those of whole sequences choose, `i32[.., T, top_k]`, -1 where there are fewer."""
+def choose_densely(inputs: IndexInputs, is_seen: jax.Array, top_k: int) -> jax.Array:
+    """Returns the keys that tokens of whole sequences choose, `i32[.., T, top_k]`, of those that they see, `bool[.., T,
+    C]`; -1 where there are fewer."""
     q, weights, k = (x.astype(jnp.float32) for x in inputs)
     products = jnp.einsum("...qhd,...cd->...qhc", q, k, precision="highest")
     score = jnp.sum(weights[..., None] * jnp.maximum(products, 0.0), axis=-2)
-    count = score.shape[-1]
-    is_seen = jnp.tril(jnp.ones((count, count), bool)).reshape((1,) * (score.ndim - 2) + (count, count))
     best, tokens = jax.lax.top_k(jnp.where(is_seen, score, -jnp.inf), top_k)
     return jnp.where(jnp.isneginf(best), -1, tokens)
 
 
-def mask_chosen(tokens: jax.Array) -> jax.Array:
-    """Returns `bool[.., T, T]`: which tokens of whole sequences those at each place have chosen."""
-    *front, count, _ = tokens.shape
+def mask_chosen(tokens: jax.Array, count: int | None = None) -> jax.Array:
+    """Returns `bool[.., T, C]`: which of so many keys, by default of T, the tokens of whole sequences have chosen."""
+    *front, num_tokens, _ = tokens.shape
+    count = num_tokens if count is None else count
     flat = tokens.reshape(-1, tokens.shape[-1])
     row = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
     at = jnp.where(flat < 0, count, flat)
-    return jnp.zeros((flat.shape[0], count), bool).at[row, at].set(True, mode="drop").reshape(*front, count, count)
+    return jnp.zeros((flat.shape[0], count), bool).at[row, at].set(True, mode="drop").reshape(*front, num_tokens, count)
