@@ -253,7 +253,7 @@ def test_a_matrix_becomes_doubly_stochastic():
 
 def test_only_last_numbers_are_rotated():
     """Of heads of which less than half rotates, and of which all does."""
-    x = jnp.arange(24.0).reshape(2, 2, 6)
+    x = np.arange(24, dtype=np.float32).reshape(2, 2, 6)
     (part,), (whole,) = (rotate_last(lambda y: (-y,), size, x) for size in (2, 6))
     np.testing.assert_array_equal(part, x * np.array([1, 1, 1, 1, -1, -1], np.float32))
     np.testing.assert_array_equal(whole, -x)
